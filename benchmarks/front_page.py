@@ -32,12 +32,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "gains.svg"
 PAGES = {ROOT / "README.md": "docs/", ROOT / "docs" / "index.md": ""}  # and where docs/ is
 BEGIN, END = "<!-- by benchmarks/front_page.py -->\n", "<!-- end -->\n"
-COMMANDS = {  # of the bench, whose records have the rows
-    "step": "--shapes 2000x1000,gpt2 --work adamw adamw-open",
-    "loader": "--data tensors dicts slow",
-    "timer": "",
-    "jobs": "",
-    "amp": "",
+COMMANDS = {  # of the bench, by the record that has their rows
+    "step": "step --shapes 2000x1000,gpt2 --work adamw adamw-open",
+    "loader": "loader --data tensors dicts slow",
+    "timer": "timer",
+    "jobs": "all",
+    "amp": "train",
 }
 
 
@@ -48,20 +48,17 @@ class Row(NamedTuple):
     base: str  # what fastamp is compared with
     command: str
     race: str
-    metric: str
-    naive: str = ""  # the metric over a naive loop
+    metrics: tuple[str, ...]  # the first that the record has
+    naive: str = ""  # the metric over a naive loop, of records that have one
 
 
 def _alone(command: str, race: str, text: str, base: str, metric: str = "speedup") -> Row:
-    return Row(text, base, command, race, f"{metric}/{race}")
+    return Row(text, base, command, race, (f"{metric}/{race}",))
 
 
-def _jobs(**texts: str) -> list[Row]:
-    metrics = ("speedup/{}/fastamp", "over_naive/{}/fastamp")
-    return [
-        Row(f"`{name}`: {text}", "", "jobs", name, *(metric.format(name) for metric in metrics))
-        for name, text in texts.items()
-    ]
+def _task(name: str, text: str) -> Row:
+    metrics = (f"speedup/{name}/fastamp", f"{name}/fastamp/bf16", f"{name}/fastamp/fp32")
+    return Row(f"`{name}`: {text}", "", "jobs", name, metrics, f"over_naive/{name}/fastamp")
 
 
 BY_HAND = "`index_select`, by hand"
@@ -76,21 +73,26 @@ GROUPS = {
         _alone("loader", "slow", "loader: a plain Dataset, 1 ms an item", "DataLoader"),
         _alone("timer", "timer", "timer: a region", "contextlib", "of_plain"),
     ],
-    "A whole training": _jobs(
-        gpt="two layers, 8 x 64 bytes",
-        mlp="784-256-10, batches of 256",
-        tabular="100-128-128-10, 128",
-        cnn="3x32x32, cropped, flipped, 128",
-        lora="192 small matrices, 4 x 64 bytes",
-        groups="ViT-tiny, a group a tensor, 16",
-        images="256 JPEGs to 224x224, 8",
-        rl="4-64-64-2, batches of 64",
-    ),
+    "A whole training": [
+        _task("gpt", "two layers, 8 x 64 bytes"),  # as older records name the next one
+        _task("small-gpt", "two layers, 8 x 64 bytes"),
+        _task("mlp", "784-256-10, batches of 256"),
+        _task("cnn", "3x32x32, cropped, flipped, 128"),
+        _task("lora", "192 small matrices, 4 x 64 bytes"),
+        _task("images", "256 JPEGs to 224x224, 8"),
+        _task("rl", "4-64-64-2, batches of 64"),
+    ],
     "A large model": [
-        Row("large model: GPT of 11.2 M", "AMP alone", "amp", "training", "over_amp")
+        Row(
+            "large model: GPT of 11.2 M",
+            "AMP alone",
+            "amp",
+            "training",
+            ("over_amp", "fastamp/bf16"),
+        )
     ],
 }
-BASES = {"stock": "the good loop", "naive": "the naive loop"}  # torch's, the faster one
+BASES = {"stock": "the good loop", "naive": "the naive loop"}  # of older records
 ON_A_GPU = {  # rows of `bench step`, of which on_gpu.sh keeps the text
     "gpt2/adamw": ("on an H200: a step of GPT-2", "fused AdamW"),
 }
@@ -100,10 +102,9 @@ STYLE = f"""
 @media (prefers-color-scheme: dark) {{ :root {{ {page.DARK} }} }}
 text {{ font-family: system-ui, sans-serif !important }}
 """
-# The record of `amp` needs a machine with bfloat16 units; it and that of `jobs` are older than
-# builds.
-ABOUT = """Ratios: means over builds in fresh processes, 95 % intervals (`jobs`, `amp`: one
-build). Grey: no gain. `gpt` to `rl`: whole trainings. """
+# The record of `amp` needs a machine with bfloat16 units. It is older than builds.
+ABOUT = """Ratios: means over builds in fresh processes, 95 % intervals (`amp`: one build).
+Grey: no gain. `gpt` to `rl`: whole trainings. """
 
 
 class Found(NamedTuple):
@@ -125,7 +126,7 @@ def read_records() -> dict[str, Any]:
 def read_figures(records: dict[str, Any]) -> dict[str, list[Found]]:
     """Return the figures of every row, by group."""
     found = {
-        title: [_find(records[row.command], row) for row in rows if row.command in records]
+        title: [_find(records[row.command], row) for row in rows if _has(records, row)]
         for title, rows in GROUPS.items()
     }
     return {**found, "On a GPU": read_gpu()[0]}
@@ -147,15 +148,19 @@ def read_gpu() -> tuple[list[Found], str]:
     return found, f"{facts['device']}, {parts['step']['begun'][:10]}."
 
 
+def _has(records: dict[str, Any], row: Row) -> bool:
+    return row.command in records and row.race in records[row.command]["races"]
+
+
 def _find(record: dict[str, Any], row: Row) -> Found:
     found = {each["name"]: each for each in record["measurements"]}
-    for metric in filter(None, (row.metric, row.naive)):
-        if metric not in found:
-            sys.exit(f"the record has no {metric}: --measure {row.command}")
-    each = found[row.metric]
+    each = next((found[metric] for metric in row.metrics if metric in found), None)
+    if each is None:
+        sys.exit(f"the record has no {row.metrics[0]}: --measure {row.command}")
     times = [_show(_time_s(record, row.race, each[arm])) for arm in ("base", "arm")]
-    naive = _say(_read(found[row.naive])) if row.naive else ""
-    return Found(row.text, row.base or BASES[each["base"]], _read(each), times, naive)
+    naive = _say(_read(found[row.naive])) if row.naive in found else ""
+    base = row.base or BASES.get(each["base"], each["base"])
+    return Found(row.text, base, _read(each), times, naive)
 
 
 def _read(measurement: dict[str, Any]) -> Interval:
@@ -247,7 +252,7 @@ def _words(found: list[Found]) -> list[tuple[str, str]]:
 def measure(command: str) -> str:
     """Run a command of the bench, and keep its record without the rounds; return why not, or ""."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        words = [command, *COMMANDS[command].split(), "--device", "cpu", "--json", file.name]
+        words = [*COMMANDS[command].split(), "--device", "cpu", "--json", file.name]
         subprocess.run([sys.executable, "-I", "-m", "fastamp.bench", *words], check=True)
         record = json.loads(Path(file.name).read_text(encoding="utf-8"))
     if record["noise"]:

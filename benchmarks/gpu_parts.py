@@ -272,7 +272,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parts["failed-kernel"] = failed_kernel
     parser.add_argument("part", choices=[*parts, "bench"])
     parser.add_argument("command", nargs="?", default="step", help="of the bench")
-    parser.add_argument("rows", nargs="*", help="SHAPE/WORK of step, names of jobs")
+    parser.add_argument("rows", nargs="*", help="SHAPE/WORK of step, or tasks")
     parser.add_argument("--first", type=int, help="take so many of the default rows of step")
     parser.add_argument("--skip", type=int, default=0, help="but not so many of them")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """A job trained in Accelerate, Fabric, Lightning's Trainer or the Hugging Face Trainer.
 
-Each function uses the model, the optimizer, the sampler and the losses of a stock loop, and returns
-a function that trains one visit. `ours` uses fastamp's loader and step, as the guides show.
+Each function uses the model, the optimizer, the sampler and the losses of a Loop, and returns a
+function that trains one visit. `ours` uses fastamp's loader and step, as the guides show.
 """
 
 import importlib
@@ -10,16 +10,18 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 from threading import Semaphore, Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 import fastamp
-from fastamp.bench.tasks import compute_loss, with_fused
+from fastamp.bench.arms import Arm
+from fastamp.bench.tasks import compute_loss, draw, find_make, make_training
 from fastamp.bench.trainer import Trainer
 from fastamp.integrations import accelerate, fabric, transformers
 
@@ -32,31 +34,61 @@ PRECISIONS = {  # as Accelerate and as Lightning name them
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
-def _make_loader(loop: Trainer, *, ours: bool, **options: Any) -> DataLoader[Any]:
+class Loop(Trainer):
+    """Torch's loop over a task's dataset, in short epochs of one sampler."""
+
+    def __init__(
+        self, task: str, precision: str, device: str, seed: int, steps: int, workers: dict[str, Any]
+    ) -> None:
+        training = make_training(find_make(task), device, seed)
+        super().__init__(Arm(name="torch", task=task, precision=precision), training, device)
+        order = torch.Generator().manual_seed(seed)
+        count = min(steps * training.batch_size, len(training.data))
+        self.sampler = RandomSampler(training.data, num_samples=count, generator=order)
+        self.workers = workers
+
+    @cached_property
+    def loader(self) -> DataLoader[Any]:
+        """Return torch's loader, which only torch's own arm has."""
+        return _make_loader(self, ours=False, **self.workers)
+
+    def visit(self) -> None:
+        """Train one short epoch."""
+        batches = draw(self.loader, self.device)
+        self.train(next(batches) for _ in range(len(self.loader)))
+
+
+def _make_loader(loop: Loop, *, ours: bool, **options: Any) -> DataLoader[Any]:
     """Return a loader for frameworks that move batches themselves."""
-    data = loop.feed.data
-    options |= {"sampler": loop.feed.sampler, "generator": torch.Generator()}
-    options |= {"batch_size": data.batch_size, "collate_fn": data.collate_fn}
+    data = loop.training.data
+    options |= {"sampler": loop.sampler, "generator": torch.Generator()}
+    options |= {"batch_size": loop.training.batch_size, "drop_last": True}
     if ours:
-        return fastamp.DataLoader(data.dataset, device=loop.device, **options)
-    return DataLoader(data.by_torch(), pin_memory=loop.device == "cuda", **options)
+        return fastamp.DataLoader(data, device=loop.device, **options)
+    by_torch = getattr(data, "by_torch", data)
+    return DataLoader(by_torch, pin_memory=loop.device == "cuda", **options)
 
 
-def _find_loss(loop: Trainer, model: Any, batch: Any) -> Tensor:
+def _find_loss(loop: Loop, model: Any, batch: Any) -> Tensor:
     """Return the loss of a batch, and append it to the loop's."""
     loss = compute_loss(loop.training, model, batch)
     loop.losses.append(loss.detach())
     return loss
 
 
-def _choose_optimizer(loop: Trainer, *, ours: bool) -> Optimizer:
+def _choose_optimizer(loop: Loop, *, ours: bool) -> Optimizer:
     """Return the optimizer, unfused where Lightning without fastamp refuses to clip."""
+    optimizer = loop.optimizers[0]
     refused = loop.dtype is not None and loop.training.max_norm is not None and not ours
-    return with_fused(loop.optimizers[0], None) if refused else loop.optimizers[0]
+    if not refused or "fused" not in optimizer.defaults:
+        return optimizer
+    groups = [{**group, "fused": None, "foreach": None} for group in optimizer.param_groups]
+    kind: Any = type(optimizer)
+    return kind(groups, fused=None)  # type: ignore[no-any-return]
 
 
 def train_in_accelerate(
-    loop: Trainer, closing: ExitStack, *, ours: bool = False, **workers: Any
+    loop: Loop, closing: ExitStack, *, ours: bool = False, **workers: Any
 ) -> Epoch:
     """Train as a script with Accelerate does."""
     module, state = map(importlib.import_module, ("accelerate", "accelerate.state"))
@@ -83,7 +115,7 @@ def train_in_accelerate(
     return epoch
 
 
-def train_in_fabric(loop: Trainer, _: ExitStack, *, ours: bool = False, **workers: Any) -> Epoch:
+def train_in_fabric(loop: Loop, _: ExitStack, *, ours: bool = False, **workers: Any) -> Epoch:
     """Train as a script with Lightning's Fabric does."""
     module = importlib.import_module("lightning.fabric")
     precision = PRECISIONS[loop.dtype][1]
@@ -149,7 +181,7 @@ class _Turns:
 
 
 def train_in_lightning(
-    loop: Trainer, closing: ExitStack, *, ours: bool = False, **workers: Any
+    loop: Loop, closing: ExitStack, *, ours: bool = False, **workers: Any
 ) -> Epoch:
     """Train in one `fit` of Lightning's Trainer, whose epochs are the visits."""
     pl = importlib.import_module("lightning.pytorch")
@@ -198,7 +230,7 @@ def train_in_lightning(
 
 
 def train_in_transformers(
-    loop: Trainer, closing: ExitStack, *, ours: bool = False, **workers: Any
+    loop: Loop, closing: ExitStack, *, ours: bool = False, **workers: Any
 ) -> Epoch:
     """Train in the Hugging Face Trainer, with one call of `train` for each visit."""
     hf = importlib.import_module("transformers")

@@ -11,6 +11,7 @@ those that are there.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 from functools import partial
@@ -25,10 +26,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 import fastamp
-from fastamp.bench import main_job, pictures
+from fastamp.bench import pictures
 from fastamp.bench.jobs import language
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.tasks import Training, compute_loss, draw, make_loader, make_training, with_copy
+from fastamp.bench.tasks import Training, compute_loss, draw, make_loader, make_training
 from fastamp.timer.timer import align
 
 if TYPE_CHECKING:
@@ -51,9 +52,10 @@ class Work(NamedTuple):
 
 JOBS = {
     "gpt": Work(language.SHAPES["cpu"], 8, autocast=False),
-    "main": Work(main_job.CPU_SHAPE, 4, autocast=True),
+    "main": Work(language.MAIN_SHAPES["cpu"], 4, autocast=True),
 }
 WARMUP = 0.05  # of all steps
+CURVES = 9  # rows that a panel is high
 EVALUATIONS = 20  # in a training
 Maker = tuple[torch.dtype, "Callable[..., torch.optim.Optimizer]"]
 ARMS: dict[str, Maker] = {
@@ -72,7 +74,7 @@ def train(
     """Train a copy of the model; return its held-out loss after each part of the steps."""
     dtype, make = arm
     context = torch.autocast("cpu", torch.bfloat16, autocast and dtype is torch.float32)
-    model = with_copy(training).model.to(dtype)
+    model = copy.deepcopy(training.model).to(dtype)
     optimizer = make(model.parameters(), lr=rate)
     batches = draw(make_loader(training, seed, device="cpu"), "cpu")
     looks = {-(-steps * (part + 1) // EVALUATIONS) for part in range(EVALUATIONS)}
@@ -99,9 +101,9 @@ def run(job: str, seeds: int, steps: int, arms: Sequence[str]) -> Losses:
     """Train the arms of a job with each seed."""
     work, losses = JOBS[job], {name: [] for name in arms}
     rate = language.LEARNING_RATE * 256 / work.shape.width
-    make = partial(language.make_gpt, shape=work.shape, batch_size=work.batch_size)
     for seed in range(seeds):
-        training = make_training(make, "cpu", seed)
+        made = partial(language.make_model, shape=work.shape, batch_size=work.batch_size)
+        training = make_training(lambda _, own, made=made: made(own), "cpu", seed)
         for name in arms:
             losses[name].append(
                 train(training, ARMS[name], seed, steps, rate, autocast=work.autocast)
@@ -145,7 +147,7 @@ def picture(records: dict[str, Losses], steps: int) -> str:
             axes.legend(loc="upper right", frameon=False)
 
         rows = [(name, f"at last {curve[-1]:.3f}") for name, curve in curves.items()]
-        rows += [("", "")] * (pictures.CURVES - len(rows))
+        rows += [("", "")] * (CURVES - len(rows))
         seeds = len(losses["float32"])
         return pictures.Panel(rows, plot, f"held-out loss of the job {job}, mean of {seeds} seeds")
 

@@ -29,16 +29,16 @@ from fastamp.bench.race import SAID, UNTOLD, Interval
 
 # The command of the bench, and the ratio that is read.
 SUBJECTS = {
-    "main": ("amp", "over_amp"),
+    "main": ("train", "fastamp/bf16"),
     "2000x1000": ("step --shapes 2000x1000 --work adamw", "speedup/2000x1000/adamw"),
     "network": ("step --shapes network --work adamw-no-scaler", "speedup/network/adamw-no-scaler"),
     "in-a-loop": (
         "step --shapes in-a-loop --work adamw-no-scaler",
         "speedup/in-a-loop/adamw-no-scaler",
     ),
-    "mlp": ("jobs mlp", "speedup/mlp/fastamp"),
-    "rl": ("jobs rl", "speedup/rl/fastamp"),
-    "tabular": ("jobs tabular", "speedup/tabular/fastamp"),
+    "mlp": ("train mlp", "fastamp/fp32"),
+    "rl": ("train rl", "fastamp/fp32"),
+    "small-gpt": ("train small-gpt", "fastamp/fp32"),
 }
 BUSY = "while True: pass"
 FAILED = "failed"

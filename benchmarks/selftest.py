@@ -6,10 +6,6 @@ Exit status: 0; 1 if a ratio is more than 0.02 off; 3 if this machine is too bus
 `--layout 400`, half a minute and no clock: plants ratios of 1.00, 1.03, 1.05 and 1.20 in so many
 races each, whose arms are up to 15 % faster or slower in every build, and without that. Status: 0;
 1 if more than 5 % of the verdicts are false, or 1.20, or 1.05 without a bias, is missed in 5 %.
-
-`--until 20`, five minutes, plants truths in the time to equal loss: an arm of 1.05x the time a
-step, one that needs 1.3x the steps, and one that is equal. Exit status: 0; 1 unless the first two
-are found and the third is not in nine of ten runs each.
 """
 
 from __future__ import annotations
@@ -22,11 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from fastamp.bench import apart, until
-from fastamp.bench.measure import Job
+from fastamp.bench import apart
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import (
     SAID,
@@ -41,15 +34,13 @@ from fastamp.bench.race import (
     run_build,
     verdict_on,
 )
-from fastamp.bench.trainer import Config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 UNIT = bytes(10_000)  # hashed once, a unit of work: about 6 us
 UNITS = 100
 SAME = 0.02  # how far a ratio may be from the true one
-RATE = 2e-4  # so that the loss still falls at the end
 PLAN = Plan(warmup=20, build_s=1.0, half_width=0.004)
 PLANTED = {  # the truth and the bias, and the least share of races that find it
     (1.00, 0.15): 0.0,
@@ -75,100 +66,17 @@ def judge(name: str, found: Interval, truth: float, why: str) -> str:
     return verdict
 
 
-class Working(nn.Module):
-    """A model whose training step does some units of work, beside its own little."""
-
-    def __init__(self, model: nn.Module, units: int) -> None:
-        super().__init__()
-        self.model, self.units = model, units
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the model's output."""
-        if torch.is_grad_enabled():
-            work(self.units)
-        output: Tensor = self.model(x)
-        return output
-
-
-class Skipping(torch.optim.AdamW):
-    """Takes 10 of 13 steps."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> Any:
-        """Take a step, or none."""
-        self.count += 1
-        return None if self.count % 13 in {0, 4, 8} else super().step(closure)
-
-
-def make(_device: str, seed: int) -> tuple[Any, ...]:
-    """Return a task of the bench with the planted arms."""
-    x = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
-    y = (x @ torch.linspace(-1, 1, 32) / 3).tanh()
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1), nn.Flatten(0))
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        return {"accuracy": 0.0, "loss": nn.functional.mse_loss(model(x[:512]), y[:512]).item()}
-
-    def slower(model: Any) -> nn.Module:
-        # 5 % of a step: all but the work takes 0.6 of its time.
-        return Working(model.model, model.units + model.units * 8 // 100)
-
-    arms = {
-        "1.05x the time": slower,
-        "1.3x the steps": {"optimizer": lambda model: Skipping(model.parameters(), lr=RATE)},
-        "equal": lambda model: model,
-    }
-    names = {name.replace(" ", "_"): change for name, change in arms.items()}
-    data = torch.utils.data.TensorDataset(x[512:], y[512:])
-    options = {"evaluate": evaluate, "batch_size": 64, "arms": names}
-    options["optimizer"] = lambda model: torch.optim.AdamW(model.parameters(), lr=RATE)
-    return Working(model, UNITS), data, nn.functional.mse_loss, options
-
-
-class PlantedJob(Job):
-    """Trains FP32 and the planted arms alone."""
-
-    def list_arms(self, own: Iterable[str] = ()) -> list[Config]:
-        """Return the arms."""
-        return [Config(name="fp32"), *(Config(name=name, is_own=True) for name in own)]
-
-
-def plant(runs: int) -> int:
-    """Measure the time to equal loss with planted truths so often; return the exit status."""
-    shared: dict[str, Any] = {"precision": "bf16", "make": make, "memory_make": make}
-    said: dict[str, list[str]] = {}
-    for run in range(runs):
-        seeds = range(run * until.SEEDS, (run + 1) * until.SEEDS)
-        job = PlantedJob(device="cpu", seed=seeds[0], steps=None, **shared)
-        for each in until.run(job, until.STEPS, seeds, None).measurements:
-            said.setdefault(each.arm, []).append(each.verdict)
-            print(f"run {run}: {each.text()}", flush=True)
-    enough, status = runs * 9 / 10, 0
-    for arm, verdicts in said.items():
-        wanted = UNTOLD if arm == "equal" else SAID[1]
-        found = verdicts.count(wanted)
-        status |= int(found < enough)
-        print(f"{arm}: {wanted} in {found} of {runs} runs")
-    return status
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Race identical arms and a slowed one; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     slowdown = f"of the slowed arm, in percent {DEFAULT}"
     parser.add_argument("--slowdown", type=number(int, 0, 100), default=10, help=slowdown)
     parser.add_argument("--rounds", type=number(int, 8), default=PLAN.rounds, help="at most")
-    text = "plant truths in the time to equal loss, in so many runs"
-    parser.add_argument("--until", type=number(int, 1), metavar="RUNS", help=text)
     text = "plant ratios whose arms lie elsewhere in every build, in so many races of each"
     parser.add_argument("--layout", type=number(int, 1), metavar="RACES", help=text)
     args = parser.parse_args(argv)
     if args.layout:
         return plant_layouts(args.layout)
-    if args.until:
-        return plant(args.until)
     slowed = UNITS + args.slowdown * UNITS // 100
     plan = replace(PLAN, rounds=args.rounds, warmup=min(PLAN.warmup, args.rounds // 4))
     units = {"plain": UNITS, "again": UNITS, "slowed": slowed}

@@ -1,4 +1,4 @@
-"""An image classifier as a task: `python -m fastamp.bench --task examples/task_classifier.py:make`.
+"""An image classifier as a task: `python -m fastamp.bench examples/task_classifier.py:make`.
 
 The network, loss and optimizer of pytorch/examples' mnist/main.py, on scikit-learn's digits.
 """

@@ -1,4 +1,4 @@
-"""A text classifier as a task: `python -m fastamp.bench --task examples/task_hugging_face.py:make`.
+"""A text classifier as a task: `python -m fastamp.bench examples/task_hugging_face.py:make`.
 
 As in Hugging Face's run_glue.py the batches are dicts, and the loss is the model's own.
 """

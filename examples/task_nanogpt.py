@@ -1,4 +1,4 @@
-"""nanoGPT's train.py as a task: `python -m fastamp.bench --task examples/task_nanogpt.py:make`."""
+"""nanoGPT's train.py as a task: `python -m fastamp.bench examples/task_nanogpt.py:make`."""
 
 from pathlib import Path
 

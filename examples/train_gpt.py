@@ -9,6 +9,9 @@ import argparse
 import os
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Subset
 
 import fastamp
@@ -45,6 +48,17 @@ def load_data(path, block_size):
     return fastamp.TokenDataset(corpus.train, block_size), chosen
 
 
+def in_ranks(model, kind, device):
+    """Return the model in DDP or sharded by FSDP2, over the ranks that torchrun has started."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    model.to(device)
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    return fully_shard(model)
+
+
 def main():
     options = parse_options()
     config = fastamp.TrainConfig(
@@ -54,7 +68,6 @@ def main():
         lr=options.lr,
         warmup_steps=options.steps // 10,
         precision=options.precision,
-        parallel=options.parallel,
         eval_every=options.checkpoint_every,
         checkpoint_dir=options.checkpoint_dir,
         checkpoint_every=options.checkpoint_every,
@@ -63,12 +76,17 @@ def main():
     torch.manual_seed(0)
     sizes = {name: getattr(options, name) for name in ("layers", "heads", "width", "block_size")}
     data = load_data(options.data, options.block_size)
-    result = fastamp.fine_tune(GPT(Shape(**sizes)), *data, config)
+    model = GPT(Shape(**sizes))
+    if options.parallel:
+        model = in_ranks(model, options.parallel, config.chosen_device)
+    result = fastamp.fine_tune(model, *data, config)
     if os.environ.get("RANK", "0") == "0":
         shown = range(0, len(result.train_loss.steps), max(1, options.steps // 10))
         for i in shown:
             print(f"step {result.train_loss.steps[i]}: loss {result.train_loss.values[i]:.3f}")
         print(result)
+    if options.parallel:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ namespace {
 // Bytes that a thread copies at a time.
 constexpr std::int64_t kTaskBytes = 256 * 1024;
 constexpr std::int64_t kLine = 64;
-// Rows lie anywhere, so that the processor cannot predict the next one: its beginning is prefetched
-// into the second-level cache. In a long row the processor's own prefetcher soon takes over.
+// Rows lie anywhere, so that the processor cannot predict the next ones: so many bytes ahead are
+// prefetched into the second-level cache. In a long row the processor's prefetcher soon takes over.
 constexpr std::int64_t kPrefetchBytes = 4096;
 typedef long long Block __attribute__((vector_size(16), may_alias));
 
@@ -76,10 +76,11 @@ std::int64_t gather(const Column& column, const std::int64_t* rows, std::int64_t
       column.widened == 0 ? nbytes : nbytes / std::abs(column.widened) * 8;
   const std::int64_t per_task =
       std::max<std::int64_t>(1, kTaskBytes / std::max<std::int64_t>(1, nbytes));
+  const std::int64_t ahead = std::max<std::int64_t>(1, kPrefetchBytes / nbytes);
   const auto copy = [&](std::int64_t task) {
     const std::int64_t end = std::min(count, (task + 1) * per_task);
     for (std::int64_t i = task * per_task; i < end; ++i) {
-      if (i + 1 < count) prefetch(column.data + rows[i + 1] * column.row_stride, nbytes);
+      if (i + ahead < count) prefetch(column.data + rows[i + ahead] * column.row_stride, nbytes);
       const char* row = column.data + rows[i] * column.row_stride;
       if (column.widened == 0)
         stream(row, nbytes, output + i * to_nbytes);

@@ -1,4 +1,4 @@
-"""The command line of the benchmark; without a subcommand it runs the main job, ``amp``."""
+"""The command line of the benchmark; without a subcommand it trains a task, the main job."""
 
 import argparse
 import json
@@ -14,9 +14,9 @@ import torch
 
 from fastamp._files import write
 from fastamp.bench import (
+    all_jobs,
     baseline,
     doctor,
-    job_table,
     latency,
     loader,
     main_job,
@@ -34,8 +34,8 @@ from fastamp.metrics.sinks import require
 PROGRAM = "python -m fastamp.bench"
 # Each module has METRICS, which its help lists, add_options(add) and prepare(args).
 COMMANDS = {
-    "amp": main_job,
-    "jobs": job_table,
+    "train": main_job,
+    "all": all_jobs,
     "step": step,
     "loader": loader,
     "timer": timer,
@@ -158,12 +158,12 @@ def _write(record: dict[str, Any], args: argparse.Namespace) -> list[str]:
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
     """Return the options, and the job with its function; exit with 2 for a bad argument."""
-    if not words or (words[0].startswith("-") and words[0] not in {"-h", "--help"}):
-        words.insert(0, "amp")
+    if not words or words[0] not in {*COMMANDS, "-h", "--help"}:
+        words.insert(0, "train")
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Measure what mixed precision and fastamp gain on this machine.",
-        epilog=f"Without a command: amp; 'amp --help' for its options. {STATUS}",
+        epilog=f"Without a command: train; 'train --help' for its options. {STATUS}",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="command", parser_class=_Parser)
     for name, command in COMMANDS.items():

@@ -19,13 +19,15 @@ def run_apart(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         ChildProcessError: another error ended the process, which has printed its traceback.
     """
     context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, work, args, options))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,))
     process.start()
-    sender.close()  # so that the end of the process ends the wait
+    theirs.close()  # so that the end of the process ends the wait
     try:
-        found: Any = receiver.recv()
-    except EOFError:
+        # Not by the start, which would wait for ever for a process that dies before it reads.
+        ours.send((work, args, options))
+        found: Any = ours.recv()
+    except (EOFError, ConnectionError):
         process.join()
         if process.exitcode == 1:
             msg = "a process of the bench has failed: its traceback is above"
@@ -43,11 +45,10 @@ def run_apart(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     return found  # type: ignore[no-any-return]
 
 
-def _send(
-    sender: "Connection[Any, Any]", work: Callable[..., Any], args: Any, options: Any
-) -> None:
+def _serve(pipe: "Connection[Any, Any]") -> None:
     """Send the result, or what is wrong with the task; fails, and ends, if the bench is gone."""
+    work, args, options = pipe.recv()
     try:
-        sender.send(work(*args, **options))
+        pipe.send(work(*args, **options))
     except BrokenTask as error:
-        sender.send(error)
+        pipe.send(error)

@@ -4,7 +4,8 @@ import json
 from html import escape
 from typing import Any
 
-from fastamp.bench.pictures import INKS, draw_all
+from fastamp.bench.pictures import INKS, draw_record
+from fastamp.bench.record import is_judged
 
 LIGHT, DARK = ("; ".join(f"--{ink}: {pair[i]}" for ink, pair in INKS.items()) for i in (0, 1))
 STYLE = f"""
@@ -39,12 +40,12 @@ def make(record: dict[str, Any]) -> str:
     title = escape(f"fastamp bench: {record['command']}")
     environment = {"measured": _say_time(record["created"]), **record["environment"]}
     facts = _facts("Environment", environment) + _facts("Job", record["job"])
-    judged = [each for each in record["measurements"] if each["reason"]]
+    judged = [each for each in record["measurements"] if is_judged(each)]
     body = [
         f"<h1>{title}</h1>",
         *(_paragraph(text, "lead") for text in _leads(record) if text),
         *(_paragraph(each["text"], f"verdict {each['verdict']}") for each in judged),
-        *draw_all(record),
+        draw_record(record),
         "<h2>Results</h2>",
         _table(record["table"]),
         *(_paragraph(note) for note in record["notes"] + record["closing"]),

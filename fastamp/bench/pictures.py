@@ -1,4 +1,4 @@
-"""The pictures of a page, one a section, drawn by matplotlib as SVG.
+"""The picture of a page, drawn by matplotlib as SVG.
 
 Text stays text, colours become variables of the page's CSS, and equal records give equal pictures.
 """
@@ -7,7 +7,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from html import escape
 from typing import Any, NamedTuple
 
@@ -47,8 +47,6 @@ STYLE = {
 }
 WIDTH, ROW, FRAME = 11.0, 0.34, 0.8  # in inches: a picture, a row, and the rest of a panel
 WORDS = 44  # characters of a row's name that have room beside the axis
-CURVES = 9  # rows that the picture of the losses is high
-DASHES = ("-", "--", "-.", ":")  # curves that coincide stay visible
 MARKS = {  # of verdicts, which differ by more than colour
     "pass": ("o", GOOD, GOOD),
     "fail": ("X", BAD, BAD),
@@ -58,8 +56,6 @@ MARKS = {  # of verdicts, which differ by more than colour
 }
 MARKS |= {"faster": MARKS["pass"], "slower": MARKS["fail"]}
 MARKS |= {"equal": MARKS[""], UNTOLD: MARKS["inconclusive"]}
-TIME = {"data": "c3", "forward": "c0", "backward": "c2", "step": "c1", "waits or other": "soft"}
-MEMORY = {"weights": "c0", "gradients": "c2", "optimizer": "c1", "the rest": "soft"}
 COMPARED = """A point is a ratio, by its name for --fail-on, the bar its interval, and the upright
 line its target. Green \u25cf pass or faster, red \u2716 fail or slower, hollow \u25c7 inconclusive
 or cannot tell, hollow \u25a1 not judged, blue \u25cf equal."""
@@ -73,25 +69,13 @@ class Panel(NamedTuple):
     heading: str = ""
 
 
-def draw_all(record: dict[str, Any]) -> Iterator[str]:
-    """Yield every picture that a record has figures for, with its title, in the page's order."""
-    profiles = record["details"].get("profiles") or {}
-    shares = {
-        arm: {part: 1e3 * each["value"] for part, each in profile["parts"].items()}
-        for arm, profile in profiles.items()
-    }
-    memory = record["details"].get("memory") or {}
-    time, parts = _shares(shares, TIME, "ms"), _shares(memory, MEMORY, "MiB")
-    for title, legend, panel in (
-        ("Comparisons", COMPARED, _comparisons(record["measurements"])),
-        ("Where the time of a step goes", f"In milliseconds: {_key(TIME)}", time),
-        ("Peak memory by parts", f"In MiB: {_key(MEMORY)}", parts),
-        ("Training loss", "Of every step.", _losses(record["losses"])),
-        ("Held-out loss", "Of every seed; the line is the target.", _held_out(record["details"])),
-    ):
-        if panel.rows:
-            picture = f'<div class="scroll">{draw(title, [panel])}</div>'
-            yield f"<h2>{title}</h2>\n<p>{legend}</p>\n{picture}"
+def draw_record(record: dict[str, Any]) -> str:
+    """Return the picture of a record's comparisons, with its title; "" without any."""
+    panel = _comparisons(record["measurements"])
+    if not panel.rows:
+        return ""
+    picture = f'<div class="scroll">{draw("Comparisons", [panel])}</div>'
+    return f"<h2>Comparisons</h2>\n<p>{COMPARED}</p>\n{picture}"
 
 
 def draw(title: str, panels: list[Panel]) -> str:
@@ -188,71 +172,3 @@ def round_ticks(axes: Any) -> None:
     ticks = [tick for tick in ticks if low <= tick <= high]
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.minorticks_off()
-
-
-def _key(inks: Mapping[str, str]) -> str:
-    """Return the colours of the parts of a bar in HTML."""
-    key = '<span class="key"><span style="color: var(--{})">\u25a0</span> {}</span>'
-    return " ".join(key.format(ink, part) for part, ink in inks.items())
-
-
-def _shares(stacks: Mapping[str, Mapping[str, float]], inks: Mapping[str, str], unit: str) -> Panel:
-    """Show a bar for each arm, made of its parts, with their sum."""
-
-    def draw(axes: Any) -> None:
-        for y, parts in enumerate(stacks.values()):
-            start = 0.0
-            for part, value in parts.items():
-                colour = INKS[inks.get(part, "soft")][0]
-                axes.barh(y, value, 0.6, start, color=colour, edgecolor=PAPER)
-                start += value
-        name_rows(axes, rows)
-
-    rows = []
-    for arm, parts in stacks.items():
-        each = ", ".join(f"{part} {_show(value)}" for part, value in parts.items())
-        total = _show(math.fsum(parts.values()))
-        rows.append((arm, f"{total} {unit} ({each})"))
-    return Panel(rows, draw)
-
-
-def _show(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-
-
-def _losses(losses: dict[str, list[float | None]]) -> Panel:
-    """Show the curve of each arm, over its steps."""
-    curves = {arm: [(np.arange(1, len(c) + 1), np.array(c, float))] for arm, c in losses.items()}
-    return _curves(curves, "step")
-
-
-def _held_out(details: dict[str, Any]) -> Panel:
-    """Show the held-out loss of each arm over its seconds, a curve for each seed."""
-    curves = {
-        arm: [(np.array(seed["seconds"]), np.array(seed["losses"], float)) for seed in seeds]
-        for arm, seeds in details.get("curves", {}).items()
-    }
-    return _curves(curves, "seconds", details.get("target"))
-
-
-def _curves(
-    curves: Mapping[str, list[tuple[Any, Any]]], unit: str, level: float | None = None
-) -> Panel:
-    """Show curves in a colour for each arm, and a level."""
-    curves = {arm: c for arm, c in curves.items() if any(np.isfinite(y).any() for _, y in c)}
-
-    def draw(axes: Any) -> None:
-        for i, (arm, each) in enumerate(curves.items()):
-            colour, dash = COLOURS[i % len(COLOURS)], DASHES[(i + i // len(COLOURS)) % len(DASHES)]
-            for place, (x, y) in enumerate(each):
-                label = None if place else _shorten(arm)
-                axes.plot(x, y, dash, color=colour, linewidth=1 if each[1:] else 2, label=label)
-        if level is not None:
-            axes.axhline(level, color=SOFT, linewidth=1.5)
-        axes.grid(axis="y")
-        axes.set_xlabel(unit)
-        axes.locator_params(axis="x", integer=unit == "step")
-        axes.legend(loc="best", frameon=False)
-
-    rows = [(arm, f"from {c[0][1][0]:.4g} to {c[0][1][-1]:.4g}") for arm, c in curves.items()]
-    return Panel(rows + [("", "")] * (CURVES - len(rows)) * bool(rows), draw)

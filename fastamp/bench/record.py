@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from reprlib import repr as short
+from textwrap import wrap
 from typing import Any, TypeAlias, TypeVar
 
 from torch.utils._pytree import tree_map
@@ -34,9 +35,10 @@ from fastamp.bench.race import (
 )
 from fastamp.timer.timer import align
 
-SCHEMA_VERSION = 8  # raised when a field of the record is added, removed or changes its meaning
+SCHEMA_VERSION = 9  # raised when a field of the record is added, removed or changes its meaning
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
+WIDTH = 100  # columns of a sentence
 PLAIN = "plain"  # the arm that does the same work in the plainest way
 _LARGEST_NBYTES = 2**28  # of a file that is read
 _T = TypeVar("_T")
@@ -82,7 +84,7 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
     closing: list[str] = field(default_factory=list)  # lines after the verdicts
     failures: list[str] = field(default_factory=list)  # of the work itself: the status is 1
-    sentence: str = ""  # the last line: the result in plain words
+    sentence: str = ""  # the first line: the result in plain words
 
 
 # The job of a command line, which is equal in records that can be compared, and the function that
@@ -229,13 +231,13 @@ def _describe_builds(races: Mapping[str, Race]) -> list[str]:
         return []
     counts = {len(race.builds) for race in races.values()}
     shares = [race.waiting() for race in races.values()]
-    where = {True: "a process of its own", False: "new objects in one process"}
+    where = {True: "in processes of their own", False: "of new objects in one process"}
     kinds = " or ".join(where[kind] for kind in {race.is_apart for race in races.values()})
     least, most = min(counts), max(counts)
     builds = f"{least} builds" if least == most else f"{least} to {most} builds of a race"
     known = [share for share in shares if share is not None]
-    waited = f"{max(known):.1%} of the threads' time at most" if known else "not counted here"
-    return [f"{builds}, each {kinds}; waiting for a core that others had: {waited}"]
+    waited = f"at most {max(known):.1%} of the time" if known else "not counted here"
+    return [f"{builds} {kinds}; threads waited for cores that others had: {waited}"]
 
 
 def _finite(value: object) -> object:
@@ -281,15 +283,21 @@ def check_kinds(content: dict[str, Any], kinds: Mapping[str, type]) -> None:
             raise TypeError(msg)
 
 
+def is_judged(measurement: dict[str, Any]) -> bool:
+    """Say whether a figure of a record is held to a target, and not only said to be faster."""
+    return measurement["verdict"] not in {"", *SAID}
+
+
 def render(record: dict[str, Any]) -> str:
-    """Return the table, the environment, the notes, and one line per target."""
+    """Return the sentence, the table, the environment, the notes, and one line per target."""
     rows = [list(record["table"][0]), *(list(row.values()) for row in record["table"])]
     env = record["environment"]
     machine = (
         f"torch {env['torch']}, {env['device']} ({env['device_name']}), {env['threads']} threads, "
         f"fastamp {env['fastamp']} (backends {' '.join(env['backends'])})"
     )
-    judged = (each["text"] for each in record["measurements"] if each["reason"])
-    closing = [*judged, *record["closing"], *record["failures"], record["sentence"]]
-    first = [record["noise"], ""] if record["noise"] else []
-    return "\n".join([*first, *align(rows), "", machine, *record["notes"], *filter(None, closing)])
+    judged = (each["text"] for each in record["measurements"] if is_judged(each))
+    first = [record["noise"], *record["failures"], record["sentence"]]
+    first = [line for text in first if text for line in wrap(text, WIDTH)]
+    closing = [*judged, *record["closing"]]
+    return "\n".join([*first, *align(rows), machine, *record["notes"], *closing])

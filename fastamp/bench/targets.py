@@ -1,228 +1,236 @@
-"""What the results of the main job say: targets that are met or missed, and one plain sentence."""
+"""What the results of a task say: figures with their verdicts, a table, and one plain sentence."""
 
-import argparse
 import math
 from typing import Any
 
 import numpy as np
 
-from fastamp.bench.advice import RACED, Advice
-from fastamp.bench.measure import Results
+from fastamp.bench.arms import Arm, name_of
+from fastamp.bench.measure import Results, last_loss
 from fastamp.bench.race import LEAST_VALUES, UNTOLD, Interval, estimate, show
-from fastamp.bench.record import Measurement, judge
+from fastamp.bench.record import Measurement, judge, measure
 from fastamp.bench.tasks import expect
+from fastamp.bench.where import limit
 
 LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep would count
-SAMPLES = 1.1  # times as many are too many to compare losses
-# What to mend next, by `Advice.part`; without "step", which the judged arm has from fastamp.
-NEXT = {
-    "loader": "your loader is",
-    "resident": "data that stay on the GPU are",
-    "precision": "the precision is",
-    "waits": "the waits of the host are",
+REPLACED = ("data", "step")  # by fastamp; a device that waits does so for both
+TARGETS = {  # of the main job, by metric: the least figure, or of the gap the most
+    "speedup": 1.5,
+    "memory": 0.4,
+    "accuracy": 0.01,
 }
+Peaks = dict[str, int | None]  # by arm, in bytes; None where the platform counts none
 
 
-def find_stock(found: Results) -> str:
-    """Return the arm beside the judged one: the same precision without fastamp."""
-    return "amp" if "amp" in found.race.arms else found.race.arms[0]
+def find_precisions(found: Results) -> list[str]:
+    """Return the precisions of which both arms were raced."""
+    names = [arm.name for arm in found.arms]
+    each = dict.fromkeys(arm.precision for arm in found.arms)
+    return [p for p in each if name_of(p) in names and name_of(p, is_ours=True) in names]
+
+
+def find_fastest(found: Results) -> str:
+    """Return the precision in which torch is fastest."""
+    return max(find_precisions(found), key=lambda each: found.race.ratio(name_of(each)).value)
+
+
+def measure_gains(found: Results, prefix: str = "") -> list[Measurement]:
+    """Return what each lower precision brings, and what fastamp adds in each precision."""
+    race, base, gains = found.race, name_of("fp32"), []
+    for each in find_precisions(found):
+        torch_arm, ours = name_of(each), name_of(each, is_ours=True)
+        if torch_arm != base:
+            gains.append(
+                measure(f"{prefix}precision/{each}", race.ratio(torch_arm), torch_arm, base)
+            )
+        gains.append(measure_added(found, f"{prefix}fastamp/{each}", ours, torch_arm))
+    return gains
+
+
+def measure_added(found: Results, name: str, ours: str, torch_arm: str) -> Measurement:
+    """Return what fastamp makes of torch's arm; more than what it replaced can give is noise."""
+    ratio = found.race.ratio(ours, torch_arm)
+    parts = (*REPLACED, "waits")
+    most = math.inf if found.workers else limit(found.shares.get(torch_arm, {}), *parts)
+    if ratio.value <= most or not found.shares.get(torch_arm):
+        return measure(name, ratio, ours, torch_arm)
+    why = f"noise: at most {most:.2f}x can be gained"
+    about: dict[str, Any] = {"arm": ours, "base": torch_arm, "unit": "x", "reason": why}
+    return Measurement(name=name, interval=ratio, verdict=UNTOLD, **about)
+
+
+def measure_own(found: Results) -> list[Measurement]:
+    """Return how many times as fast each arm of one's own is as torch's, and its accuracy."""
+    measured = []
+    for arm in (arm for arm in found.arms if arm.is_own):
+        base = _base_of(found, arm)
+        ratio = found.race.ratio(arm.name, base)
+        measured.append(measure(f"speedup/{arm.name}", ratio, arm.name, base))
+        measured += measure_accuracy(found, arm.name, f"/{arm.name}")
+    return measured
+
+
+def _base_of(found: Results, arm: Arm) -> str:
+    """Return torch's arm in the precision of an arm of one's own."""
+    base = name_of(arm.precision)
+    return base if base in found.race.arms else found.race.arms[0]
+
+
+def measure_accuracy(found: Results, arm: str, ending: str = "") -> list[Measurement]:
+    """Return the mean accuracy over the parts of the held-out data, where it is known."""
+    if not found.scores[arm] or math.isnan(found.scores[arm][0].accuracy):
+        return []
+    figure = estimate(found.scores[arm][0].window_accuracies)
+    return [Measurement(name=f"accuracy{ending}", interval=figure, arm=arm, is_counted=True)]
 
 
 def judge_targets(
-    args: argparse.Namespace, found: Results, *, excused: dict[str, str]
+    found: Results,
+    peaks: Peaks,
+    targets: dict[str, float],
+    *,
+    batch: int | None,
+    excused: str,
 ) -> list[Measurement]:
-    """Hold the last arm, AMP with fastamp, to the targets, against the first, FP32."""
-    base, judged = found.race.arms[0], found.race.arms[-1]
-    builds, most = f"{len(found.race.builds)} builds", args.max_accuracy_gap
-    saving, peaks = _memory_saving(found, base, judged)
-    gap, scores = _accuracy_gap(found, base, judged)
-    rows = (
-        ("speedup", found.race.ratio(judged), (args.min_speedup, math.inf), "x", builds),
-        ("memory saving", saving, (args.min_memory_saving, math.inf), " %", peaks),
-        ("accuracy gap", gap, (-most, math.inf), "", scores),
-    )
-    arms = f"{judged} against {base}: "
-    return [
-        judge(
-            name,
-            figure,
-            ends,
-            unit,
-            arms + excused.get(name, reason),
-            arm=judged,
-            base=base,
-            excused=name in excused,
-            is_counted=name != "speedup",
-        )
-        for name, figure, ends, unit, reason in rows
-    ]
+    """Hold the last of fastamp's arms to the targets, against torch's in FP32.
 
-
-def judge_arms(found: Results, own: list[str], against: str) -> list[Measurement]:
-    """Say of each arm of one's own whether it is faster than the arm that it changes."""
-    measured = []
-    for arm in own:
-        ratio = found.race.ratio(arm, against)
-        parts = [_compare_peaks(found, arm, against)]
-        parts += _compare_quality(found, arm, against)
-        about: dict[str, Any] = {"arm": arm, "base": against}
-        reason = f"{arm} against {against}, in samples a second; {', '.join(filter(None, parts))}"
-        about |= {"name": f"speedup/{arm}", "unit": "x", "verdict": ratio.verdict}
-        measured.append(Measurement(interval=ratio, reason=reason, **about))
-        measured += measure_arm(found, arm, f"/{arm}")
+    `batch` is the batch of the peaks, where it is not that of the steps; `excused` says why a speed
+    is not judged.
+    """
+    base, judged = found.race.arms[0], [arm.name for arm in found.arms if arm.is_ours][-1]
+    about: dict[str, Any] = {"arm": judged, "base": base}
+    who, measured = f"{judged} against {base}", []
+    ratio = found.race.ratio(judged)
+    if "speedup" in targets:
+        ends, why = (targets["speedup"], math.inf), f"{who}: {excused}" if excused else who
+        row = judge("speedup", ratio, ends, "x", why, excused=bool(excused), **about)
+        measured.append(row)
+    else:
+        measured.append(measure("speedup", ratio, judged, base))
+    if "memory" in targets:
+        saving, why = _memory_saving(peaks, base, judged, batch)
+        is_excused = bool(excused) and saving is not None
+        why = excused if is_excused else why
+        ends, unit = (targets["memory"], math.inf), " %"
+        row = judge("memory saving", saving, ends, unit, why, excused=is_excused, **about)
+        measured.append(_counted(row))
+    if "accuracy" in targets:
+        gap, why = _accuracy_gap(found, base, judged)
+        row = judge("accuracy gap", gap, (-targets["accuracy"], math.inf), "", why, **about)
+        measured.append(_counted(row))
     return measured
 
 
-def measure_arm(found: Results, arm: str, ending: str = "") -> list[Measurement]:
-    """Return an arm's peak of memory and its accuracy, where they are known."""
-    measured: list[Measurement] = []
-    about: dict[str, Any] = {"arm": arm, "is_counted": True}
-    if (peak := found.peaks[arm]) is not None:
-        figure = Interval.exact(peak)
-        name = f"peak_memory{ending}"
-        measured.append(Measurement(name=name, interval=figure, unit=" bytes", **about))
-    if found.scores[arm]:
-        figure = mean_accuracy(found, arm)
-        measured.append(Measurement(name=f"accuracy{ending}", interval=figure, **about))
-    return measured
+def _counted(row: Measurement) -> Measurement:
+    return Measurement(**{**vars(row), "is_counted": True})
 
 
-def _compare_quality(found: Results, arm: str, base: str) -> list[str]:
-    """Return losses and accuracies, unless one of the two has seen other amounts of samples."""
-    seen = [found.samples.get(name, 1) for name in (arm, base)]
-    if max(seen) > SAMPLES * min(seen):
-        return ["{} samples against {}: losses are not compared".format(*seen)]
-    losses = (show(last_losses(found, name)[0], ".4f") for name in (arm, base))
-    parts = ["loss {} against {}".format(*losses)]
-    if found.scores[arm] and found.scores[base]:
-        scores = (mean_accuracy(found, name).value for name in (arm, base))
-        parts.append("accuracy {:.4f} against {:.4f}".format(*scores))
-    return parts
-
-
-def _compare_peaks(found: Results, arm: str, base: str) -> str:
-    saving, _ = _memory_saving(found, base, arm)
-    if saving is None:
-        return ""
-    return f"{abs(saving.value) * 100:.0f} % {'less' if saving.value > 0 else 'more'} memory"
-
-
-def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
-    theirs, ours = found.peaks[base], found.peaks[judged]
+def _memory_saving(
+    peaks: Peaks, base: str, judged: str, batch: int | None
+) -> tuple[Interval | None, str]:
+    theirs, ours = peaks.get(base), peaks.get(judged)
     if not theirs or ours is None:
         return None, "this platform counts no peak"
     if theirs < LEAST_NBYTES:
         return None, f"a peak of {theirs / 2**20:.0f} MiB is too small to compare"
     # Integers are divided once, so that a saving of 40 in 100 is the number 0.40 itself.
     saving = Interval.exact((theirs - ours) / theirs)
-    peaks = f"a peak of {ours / 2**20:.0f} MiB against {theirs / 2**20:.0f} MiB"
-    batch = f" at batches of {found.memory_batch}" * (found.memory_batch is not None)
-    return saving, f"{peaks}{batch}, one process each, no interval"
+    at = f" at batches of {batch}" * (batch is not None)
+    return saving, f"{ours / 2**20:.0f} MiB against {theirs / 2**20:.0f}{at}, no interval"
 
 
 def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
-    pairs = list(zip(found.scores[judged], found.scores[base], strict=True))
-    losses = zip(last_losses(found, judged), last_losses(found, base), strict=True)
-    accuracies = ((ours.accuracy, theirs.accuracy) for ours, theirs in pairs)
-    for name, figures in (("a loss", losses), ("an accuracy", accuracies)):
-        for mine, other in figures:
-            if not math.isfinite(other):
-                return None, f"the task itself has {name} of {other} in {base}"
-            if not math.isfinite(mine):
-                return Interval.exact(-math.inf), f"{name} of {mine} against {other}"
-    if not pairs:
+    ours, theirs = (found.scores[arm] for arm in (judged, base))
+    losses = last_loss(found, judged), last_loss(found, base)
+    accuracies = [each[0].accuracy for each in (ours, theirs) if each]
+    for name, pair in (("a loss", losses), ("an accuracy", accuracies)):
+        if len(pair) == 2 and not math.isfinite(pair[1]):
+            return None, f"the task itself has {name} of {pair[1]} in {base}"
+        if len(pair) == 2 and not math.isfinite(pair[0]):
+            return Interval.exact(-math.inf), f"{name} of {pair[0]} against {pair[1]}"
+    if len(accuracies) < 2:
         return None, "the task has no function that evaluates"
-    counts = [len(_windows(found, arm)) for arm in (judged, base)]
-    wanted = f"as many numbers for each arm, {counts[1]} as for {base}"
-    expect(counts[0] == counts[1], "options['evaluate']", wanted, f"{counts[0]} for {judged}")
-    shares = np.subtract(_windows(found, judged), _windows(found, base))
-    gaps = ", ".join(f"{ours.accuracy:.4f} against {theirs.accuracy:.4f}" for ours, theirs in pairs)
-    over = "the interval is over the held-out data, not over trainings"
-    over = "too few numbers for an interval" if len(shares) < LEAST_VALUES else over
-    return estimate(shares.tolist()), f"one training each, {gaps}; {over}"
+    parts = ours[0].window_accuracies, theirs[0].window_accuracies
+    wanted = f"as many numbers for each arm, {len(parts[1])} as for {base}"
+    is_same = len(parts[0]) == len(parts[1])
+    expect(is_same, "options['evaluate']", wanted, f"{len(parts[0])} for {judged}")
+    over = "over the held-out data"
+    over = "too few numbers for an interval" if len(parts[0]) < LEAST_VALUES else over
+    why = f"{accuracies[0]:.4f} against {accuracies[1]:.4f}, {over}"
+    return estimate(np.subtract(*parts).tolist()), why
 
 
-def last_losses(found: Results, arm: str) -> list[float]:
-    """Return the validation loss, or the mean of the last quarter of the training."""
-    losses = [score.loss for score in found.scores[arm] if score.loss is not None]
-    curve = found.losses.get(arm, [])
-    return losses or [float(np.mean(curve[-(len(curve) // 4 or 1) :] or [math.nan]))]
+def make_rows(found: Results) -> list[dict[str, str]]:
+    """Return a row for each precision, and one for each arm of one's own."""
+    race, rows = found.race, []
+    for each in find_precisions(found):
+        pair = [name_of(each), name_of(each, is_ours=True)]
+        over = race.ratio(pair[1], pair[0]).text(".2f", "x")
+        rows.append(_row(found, each, pair, over))
+    for arm in (arm for arm in found.arms if arm.is_own):
+        over = race.ratio(arm.name, _base_of(found, arm)).text(".2f", "x")
+        rows.append(_row(found, arm.name, [arm.name], over))
+    return rows
 
 
-def mean_accuracy(found: Results, arm: str) -> Interval:
-    """Return the mean accuracy over the parts of the held-out data."""
-    return estimate(_windows(found, arm))
+def _row(found: Results, name: str, arms: list[str], over: str) -> dict[str, str]:
+    times = [show(1e3 * found.race.quartiles_s(arm)[1], ".4g") for arm in arms]
+    losses = ", ".join(show(last_loss(found, arm), ".4g") for arm in arms)
+    scores = [found.scores[arm][0].accuracy for arm in arms if found.scores[arm]]
+    row = {"": name, "torch ms": times[0], "fastamp ms": times[1] if times[1:] else ""}
+    whole = show(found.race.ratio(arms[-1]).value, ".2f")
+    row |= {"over torch [95 %]": over, "over torch fp32": f"{whole}x", "loss": losses}
+    if any(map(math.isfinite, scores)):
+        row["accuracy"] = ", ".join(show(score, ".3f") for score in scores)
+    return row
 
 
-def _windows(found: Results, arm: str) -> list[float]:
-    return found.scores[arm][0].window_accuracies
+def say_in_words(found: Results, gains: list[Measurement], peaks: Peaks) -> str:
+    """Return what precision brings, what fastamp adds, and what most of a step is."""
+    precisions = find_precisions(found)
+    fastest = find_fastest(found)
+    known = {each.name: each for each in gains}
+    said = [_say_precision(each, known[f"precision/{each}"].interval) for each in precisions[1:]]
+    said = said or ["FP32 alone is raced"]
+    saving, _ = _memory_saving(peaks, found.race.arms[0], name_of(precisions[-1]), None)
+    if saving is not None and abs(saving.value) >= 0.01:
+        kind = "less" if saving.value > 0 else "more"
+        said[-1] += f" and takes {abs(saving.value) * 100:.0f} % {kind} memory"
+    in_it = f" in {fastest}" * (len(precisions) > 1)
+    text = f"{', '.join(said)}; {_say_added(known[f'fastamp/{fastest}'])}{in_it}"
+    shares = found.shares[name_of(fastest)]
+    model = shares["forward"] + shares["backward"]
+    known_parts = {"the model's forward and backward pass": model, **_others(shares)}
+    name, share = max(known_parts.items(), key=lambda pair: pair[1])
+    return f"{text[0].upper()}{text[1:]}; most of a step is {name} ({share:.0%})."
 
 
-def say_in_words(found: Results, advice: list[Advice], added: Interval, limit: float) -> str:
-    """Return what mixed precision and fastamp bring, and what is next, in one sentence.
-
-    Args:
-        found: what was measured.
-        advice: what would help, best first.
-        added: what fastamp's step makes of a whole step, its data included.
-        limit: how many times as fast the whole step were if torch's step took no time.
-    """
-    precision = "This CPU has no units for a lower precision, so all arms train in FP32"
-    if find_stock(found) != found.race.arms[0]:
-        precision = _say_precision(found.race.ratio(find_stock(found))) + _memory(found)
-    following = "nothing else would make a step faster by 2 %"
-    for best in advice:
-        if best.part in NEXT:
-            about = "about" if best.why == RACED else "up to"
-            gain = best.gain.value if best.why == RACED else best.gain.high
-            following = f"{NEXT[best.part]} next to mend: {about} {gain:.2f}x"
-            break
-    return f"{precision}; {_share(added, limit)}; {following}."
+def _others(shares: dict[str, float]) -> dict[str, float]:
+    names = {"data": "the wait for data", "step": "clip and step", "waits": "the device's wait"}
+    names["other"] = "the rest of the loop"
+    return {name: shares[part] for part, name in names.items() if part in shares}
 
 
-def _say_precision(ratio: Interval) -> str:
-    if ratio.verdict == UNTOLD:
-        return f"Cannot tell whether mixed precision is faster here ({ratio.text('.2f', 'x')})"
+def _say_precision(name: str, ratio: Interval | None) -> str:
+    if ratio is None or ratio.verdict == UNTOLD:
+        shown = "" if ratio is None else f" ({ratio.text('.2f', 'x')})"
+        return f"cannot tell whether {name} is faster than FP32 here{shown}"
     if ratio.verdict == "equal":
-        return "Mixed precision changes the speed of this model by less than 2 % on this machine"
-    return f"Mixed precision makes this model {ratio.value:.2f}x as fast on this machine"
+        return f"{name} changes the speed of this training by less than 2 %"
+    return f"{name} makes this training {ratio.value:.2f}x as fast as FP32"
 
 
-def _memory(found: Results) -> str:
-    base = found.race.arms[0]
-    saving, _ = _memory_saving(found, base, find_stock(found))
-    batch = "" if found.memory_batch is None else f" at batches of {found.memory_batch}"
-    shown = {*found.batch_sizes}
-    batch += f", not {max(shown)}" * (bool(batch) and len(shown) == 1)
-    if saving is not None and 0.45 < saving.value < 0.55:
-        return f" and halves its memory{batch}"
-    change = _compare_peaks(found, find_stock(found), base)
-    return f" and takes {change}{batch}" if change and not change.startswith("0 ") else ""
-
-
-def _share(ratio: Interval, limit: float) -> str:
-    if is_noise(ratio, limit):
-        return f"what fastamp adds cannot be told: {say_noise(ratio, limit)}"
-    if ratio.verdict == UNTOLD:
-        return f"what fastamp adds cannot be told ({ratio.text('.2f', 'x')})"
-    if ratio.verdict == "equal":
+def _say_added(gain: Measurement) -> str:
+    ratio = gain.interval
+    if ratio is None or gain.verdict == UNTOLD:
+        shown = "" if ratio is None else ratio.text(".2f", "x")
+        why = f"{ratio.value:.2f}x is {gain.reason}" if ratio and gain.reason else shown
+        return f"what fastamp adds cannot be told ({why})"
+    if gain.verdict == "equal":
         return "fastamp adds less than 2 %"
     if ratio.low > 1:
         return f"fastamp adds {_percent(ratio.value - 1)}"
     return f"fastamp costs {_percent(1 - ratio.value)}"
-
-
-def is_noise(ratio: Interval, limit: float) -> bool:
-    """Say whether a ratio is more than the part that was replaced can give (Amdahl)."""
-    return ratio.value > limit
-
-
-def say_noise(ratio: Interval, limit: float) -> str:
-    """Return why such a ratio is noise, in words."""
-    share = f"{100 * (1 - 1 / limit):.2g} % of the time"
-    return (
-        f"{ratio.value:.2f}x is noise, since what it replaces takes {share}: {limit:.2f}x at most"
-    )
 
 
 def _percent(change: float) -> str:

@@ -3,14 +3,12 @@
 A function that breaks the contract raises a BrokenTask, which names the part.
 """
 
-import copy
 import importlib
-import itertools
 import math
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -21,8 +19,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
 
+import fastamp
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.options import refuse
 from fastamp.data import ArrayDataset
@@ -46,20 +53,17 @@ def make(device, seed):  # all generators are seeded already
         return (model(x.to(device)).argmax(1) == y.to(device)).float().mean()
     options = {  # all of them may be left out, and so may the dict
         "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        "evaluate": evaluate, "batch_size": 128, "dtype": torch.bfloat16, "max_norm": 1.0,
+        "evaluate": evaluate, "batch_size": 128, "max_norm": 1.0,
     }
     return model, data, nn.functional.cross_entropy, options
 """
 CONTRACT = """\
 A task is a function make(device, seed) that returns (model, dataset, loss) or (model, dataset,
 loss, options). A batch that is a pair is used as loss(model(x), y), a dict as model(**batch). With
-a loss of None the model's own loss is taken, as in fastamp.fine_tune. The arms are built anew in
-fresh processes, five times or more, until the intervals are narrow, or for some two minutes.
-
-Arms of your own are raced beside the others. Each is --against's arm with one change: a function
-of the model that returns it changed, or a dict that replaces optimizer, dtype, batch_size,
-accumulate, loader (a dataset or a loader) or precision (fp32, bf16, fp16 or lean), as in
-options["arms"] = {"compiled": torch.compile, "small": {"batch_size": 32, "accumulate": 4}}.
+a loss of None the model's own loss is taken, as in fastamp.fine_tune. Every arm calls make itself,
+and shares nothing with the others. A DataLoader is torch's arm as it is; in fastamp's arm a
+fastamp.DataLoader takes its dataset, sampler and workers. An arm of your own is another such
+function: --arm compiled=task.py:compiled.
 
 For example:
 """
@@ -78,19 +82,11 @@ class Training:
     """Returns an optimizer, or several; None is AdamW with a learning rate of 1e-3."""
     evaluate: Callable[[nn.Module], Any] | None = None
     """Returns the accuracy, higher is better: a number, or a list of one for each part of the data,
-    which gives an interval; or a dict with "accuracy" and the validation "loss"."""
-    schedule: Callable[[Optimizer, int], Any] | None = None
-    """Returns a scheduler of torch's for an optimizer and all steps of a training: of --until."""
+    which gives an interval; or a dict with "accuracy", the validation "loss", or both."""
     batch_size: int = 32
     """Of a dataset; a loader has its own."""
-    accumulate: int = 1
-    """Batches whose mean loss makes a step."""
-    dtype: torch.dtype | None = None
-    """Of autocast; None leaves it to the command line."""
     max_norm: float | None = None
     """None does not clip."""
-    arms: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of one's own by the name of their arm, see `arms.apply`."""
 
     @property
     def has_loader(self) -> bool:
@@ -141,17 +137,17 @@ def is_loader(data: Any) -> bool:
 
 @cache  # a file is imported once
 def find_make(text: str) -> Make:
-    """Return the function of FILE.py:NAME, package.module:NAME or a built-in job.
+    """Return the function of FILE.py, FILE.py:NAME, package.module:NAME or a built-in job.
 
     Raises:
         argparse.ArgumentError: there is no such function or job.
         BrokenTask: the file or the module cannot be imported.
     """
-    place, _, name = text.rpartition(":")
+    if text in JOBS:
+        return JOBS[text]
+    place, _, name = (f"{text}:make" if text.endswith(".py") else text).rpartition(":")
     if not place:
-        if text not in JOBS:
-            refuse("task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
-        return JOBS[text].make
+        refuse("task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
     found = getattr(_import(place), name, None)
     if not callable(found):
         problem = "has no such function" if found is None else f"has a {type(found).__name__} there"
@@ -161,8 +157,8 @@ def find_make(text: str) -> Make:
 
 def with_absolute_path(text: str) -> str:
     """Return the name of a task whose file, if it is in one, is found from every folder."""
-    place, _, name = text.rpartition(":")
-    return f"{Path(place).absolute()}:{name}" if place.endswith(".py") else text
+    place, colon, name = (text, "", "") if text.endswith(".py") else text.rpartition(":")
+    return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else text
 
 
 def call_make(text: str, device: str, seed: int) -> Any:
@@ -189,8 +185,8 @@ def _import(place: str) -> ModuleType:
     return module
 
 
-def make_training(make: Make, device: str, seed: int) -> Training:
-    """Call a task's function, and check what it returns."""
+def make_training(make: Make, device: str, seed: int, batch_size: int | None = None) -> Training:
+    """Call a task's function, and check what it returns; `batch_size` replaces the task's own."""
     seed_all(seed, 0)
     with Part("make", f"make({device!r}, {seed})"):
         made = make(device, seed)
@@ -207,16 +203,16 @@ def make_training(make: Make, device: str, seed: int) -> Training:
     is_fine = loss is None or callable(loss)
     expect(is_fine, "loss", "None or a function of output and target", short(loss))
     expect(isinstance(options, dict), "options", "a dict", short(options))
-    check_options(options, "options", OPTIONS)
-    return Training(model=model, data=read_data(data), loss=loss, **options)
-
-
-def check_options(options: Mapping[str, Any], part: str, known: Collection[str]) -> None:
-    """Check the names and the values of a task's options, or of those that an arm replaces."""
     for name, value in options.items():
-        expect(name in known, part, f"some of {', '.join(known)}", repr(name))
+        expect(name in OPTIONS, "options", f"some of {', '.join(OPTIONS)}", repr(name))
         fits, wanted = OPTIONS[name]
-        expect(fits(value), f"{part}[{name!r}]", wanted, short(value))
+        expect(fits(value), f"options[{name!r}]", wanted, short(value))
+    if batch_size is not None:
+        options = {**options, "batch_size": batch_size}
+    made = Training(model=model, data=read_data(data), loss=loss, **options)
+    is_ours = batch_size is None or not made.has_loader
+    expect(is_ours, "--batch-size", "a dataset: the task has a loader of its own", "one")
+    return made
 
 
 def expect(is_met: bool, part: str, wanted: str, got: str) -> None:  # noqa: FBT001
@@ -234,22 +230,14 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-_DTYPES = (torch.bfloat16, torch.float16, None)
 OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (_is_function, "a function of the model that returns optimizers"),
     "evaluate": (_is_function, "a function of the model that returns its accuracy"),
-    "schedule": (_is_function, "a function of an optimizer and the steps: a scheduler of torch's"),
     "batch_size": (_is_count, "an integer above 0"),
-    "accumulate": (_is_count, "an integer above 0"),
-    "dtype": (
-        lambda value: any(value is known for known in _DTYPES),
-        "torch.bfloat16, torch.float16 or None",
-    ),
     "max_norm": (
         lambda value: value is None or (isinstance(value, (int, float)) and 0 < value < math.inf),
         "a number above 0, or None",
     ),
-    "arms": (lambda value: isinstance(value, dict), "a dict of changes by the name of their arm"),
 }
 
 
@@ -269,12 +257,6 @@ def read_data(data: Any) -> Any:
     return data
 
 
-def with_copy(training: Training) -> Training:
-    """Return the task with a copy of its model, with the weights that every arm starts from."""
-    with Part("model", "its copy for each arm"):
-        return replace(training, model=copy.deepcopy(training.model))
-
-
 def make_optimizers(training: Training, model: nn.Module) -> list[Optimizer]:
     """Return the task's optimizers, or AdamW, fused where torch can."""
     with Part("options['optimizer']", "its call"):
@@ -287,21 +269,9 @@ def make_optimizers(training: Training, model: nn.Module) -> list[Optimizer]:
         expect(isinstance(each, Optimizer), "options['optimizer']", kind, short(each))
     own = {*map(id, model.parameters())}
     has_own = any(id(each) in own for each in parameters_of(optimizers))
-    kind = "parameters of the model that it is called with, a copy for each arm"
+    kind = "parameters of the model that it is called with"
     expect(has_own, "options['optimizer']", kind, "others")
     return optimizers
-
-
-def with_fused(optimizer: Optimizer, fused: bool | None) -> Optimizer:  # noqa: FBT001
-    """Return the optimizer rebuilt with `fused` (None: torch's default), if that is possible."""
-    if "fused" not in optimizer.defaults:
-        return optimizer
-    kind: Any = type(optimizer)
-    groups = [{**group, "fused": fused, "foreach": None} for group in optimizer.param_groups]
-    try:
-        return kind(groups, fused=fused)  # type: ignore[no-any-return]
-    except (RuntimeError, TypeError):  # not fused for these parameters, or a class of the user's
-        return optimizer
 
 
 def compute_loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
@@ -314,33 +284,60 @@ def compute_loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
         return call.loss(output, target)
 
 
-def make_loader(training: Training, seed: int, *, device: str) -> Iterable[Any]:
-    """Return the task's loader, or torch's as in a good script; its batches are on the CPU."""
+def make_loader(
+    training: Training, seed: int, *, device: str, is_ours: bool = False
+) -> Iterable[Any]:
+    """Return the task's loader, or torch's as in a good script; or fastamp's in its place.
+
+    A dataset of ours may name another one, `by_torch`, that torch's loader reads.
+    """
     data = training.data
     if training.has_loader:
-        return data  # type: ignore[no-any-return]
+        return with_fastamp(data, device) if is_ours else data
+    data = data if is_ours else getattr(data, "by_torch", data)
     options: dict[str, Any] = {"pin_memory": device == "cuda"}
     with Part("dataset", "DataLoader"):
         if not isinstance(data, IterableDataset):
             options |= {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
             # All timed steps are on batches of one size, unless there are too few samples.
             options["drop_last"] = len(data) >= training.batch_size
-        return DataLoader(data, training.batch_size, **options)
+        loader = DataLoader(data, training.batch_size, **options)
+        return with_fastamp(loader, device) if is_ours else loader
 
 
-class Parts(list[Any]):
-    """The batches of a step that accumulates their gradients."""
+# The arguments that fastamp's loader takes over from torch's.
+TAKEN = "num_workers pin_memory drop_last timeout worker_init_fn multiprocessing_context generator"
+TAKEN += " prefetch_factor persistent_workers pin_memory_device in_order"
 
 
-def draw(loader: Iterable[Any], device: str, accumulate: int = 1) -> Iterator[Any]:
-    """Yield the batches of each step on the device, pass after pass, without end."""
-    batches = _draw_each(loader, device)
-    if accumulate == 1:
-        return batches
-    return (Parts(next(batches) for _ in range(accumulate)) for _ in itertools.count())
+def with_fastamp(loader: Any, device: str) -> Iterable[Any]:
+    """Return fastamp's loader of the same dataset, order and workers; of other batches prefetch."""
+    if type(loader) is not DataLoader:
+        is_there = device == "cpu" or isinstance(loader, fastamp.DataLoader)
+        return loader if is_there else _Prefetched(loader, device)
+    options = {name: getattr(loader, name) for name in TAKEN.split() if hasattr(loader, name)}
+    if loader.collate_fn not in {default_collate, default_convert}:
+        options["collate_fn"] = loader.collate_fn
+    if not isinstance(loader.dataset, IterableDataset):
+        options["sampler"] = loader.sampler
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        options |= {"batch_sampler": loader.batch_sampler, "sampler": None, "drop_last": False}
+        return fastamp.DataLoader(loader.dataset, device=device, **options)
+    return fastamp.DataLoader(loader.dataset, loader.batch_size, device=device, **options)
 
 
-def _draw_each(loader: Iterable[Any], device: str) -> Iterator[Any]:
+class _Prefetched:
+    """Batches of any iterable, whose copy to the device overlaps; anew in each pass."""
+
+    def __init__(self, batches: Iterable[Any], device: str) -> None:
+        self.batches, self.device = batches, device
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(fastamp.prefetch(self.batches, self.device))
+
+
+def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
+    """Yield the batches on the device, pass after pass, without end."""
     move = partial(map_tensors, partial(Tensor.to, device=device, non_blocking=True))
     part = Part("dataset", "its next batch")
     while True:
@@ -358,9 +355,7 @@ def _draw_each(loader: Iterable[Any], device: str) -> Iterator[Any]:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of a batch's first tensor, or the sum of these of all Parts."""
-    if isinstance(batch, Parts):
-        return sum(map(count_samples, batch))
+    """Return the length of a batch's first tensor."""
     sizes = (len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
     return next(sizes, 1)
 

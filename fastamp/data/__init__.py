@@ -7,10 +7,10 @@ from fastamp.data.datasets import ArrayDataset
 from fastamp.data.images import ImageFolder
 from fastamp.data.in_memory import in_memory
 from fastamp.data.loader import DataLoader
+from fastamp.data.passes import LoaderStats
 from fastamp.data.runners import get_worker_info
 from fastamp.data.sample_rng import sample_rng
 from fastamp.data.sources import Source
-from fastamp.data.stats import LoaderStats
 from fastamp.data.tokens import TokenDataset
 
 __all__ = [

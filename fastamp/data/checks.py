@@ -44,18 +44,19 @@ def check_generator(generator: Any) -> None:
 
 
 def check_worker(
-    worker: str | None, dataset: Any, context: Any, *, in_order: bool = True
+    worker: str | None, dataset: Any, processes_only: dict[str, tuple[Any, Any]]
 ) -> str | None:
-    """Raise an error for an unknown kind of workers, and for what threads cannot load."""
+    """Raise an error for an unknown kind of workers, and for what threads cannot load.
+
+    `processes_only` has the value and the default of each argument that is of processes.
+    """
     if worker not in (None, "process", "thread"):
         msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
         raise ValueError(msg)
-    if worker == "thread" and context is not None:
-        msg = f"multiprocessing_context: expected None with worker='thread', got {context!r}"
-        raise ValueError(msg)
-    if worker == "thread" and not in_order:
-        msg = "in_order: expected True with worker='thread', which delivers batches in order"
-        raise ValueError(msg)
+    for name, (value, default) in processes_only.items() if worker == "thread" else ():
+        if value != default:
+            msg = f"{name}: expected {default} with worker='thread', got {value!r}"
+            raise ValueError(msg)
     if worker == "thread" and isinstance(dataset, IterableDataset):
         name = type(dataset).__name__
         msg = f"worker='thread': {name} is iterable, and threads call `__getitem__`: use processes"

@@ -4,7 +4,6 @@ As in torch, the first sample decides how a batch is collated. What the core doe
 to torch's own collate function.
 """
 
-import contextlib
 import functools
 import math
 import numbers
@@ -26,11 +25,6 @@ from fastamp.data.structure import contents_of, rebuild
 _STACKED: dict[Any, tuple[type, ...]] = {
     torch_collate.collate_tensor_fn: (torch.Tensor, torch.nn.Parameter),
     torch_collate.collate_numpy_array_fn: (np.ndarray, np.memmap),
-}
-# The NumPy type of plain numbers, by torch's collate function for them.
-_NUMBERS: dict[Any, type] = {
-    torch_collate.collate_int_fn: np.int64,
-    torch_collate.collate_float_fn: np.float64,
 }
 _CPU = torch.device("cpu")
 
@@ -168,12 +162,6 @@ class BatchCollator:
 
 def _collate_as_torch(samples: Sequence[Any]) -> Any:
     registered = torch_collate.default_collate_fn_map
-    kinds = {*map(type, samples)}
-    dtype = _NUMBERS.get(registered.get(next(iter(kinds)))) if len(kinds) == 1 else None
-    # The device of an empty tensor takes a quarter of the time of get_default_device.
-    if dtype is not None and torch.empty(0).device == _CPU:
-        with contextlib.suppress(OverflowError):  # raised by torch below, in its own words
-            return torch.from_numpy(np.array(samples, dtype))  # torch converts one by one
     return torch_collate.collate(samples, collate_fn_map=registered)
 
 
@@ -288,5 +276,7 @@ def _nbytes_of(sample: Any) -> int:
         return sum(map(_nbytes_of, sample.values()))
     if isinstance(sample, list | tuple):
         return sum(map(_nbytes_of, sample))
+    if isinstance(sample, Tensor) and sample.layout is not torch.strided:
+        return 0
     nbytes = getattr(sample, "nbytes", 0)
     return nbytes if isinstance(nbytes, int) else 0

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.sample_rng import Batch, Order, Placed, current, find_pass_key
+from fastamp.data.sample_rng import Batch, Order, current, find_pass_key
 
 Collate = Callable[[Any], Any]
 
@@ -27,14 +27,6 @@ class Made(NamedTuple):
     """Processor time of a thread worker."""
 
 
-class Parts(NamedTuple):
-    """In place of a batch: what it is built of, once that is on its device."""
-
-    tensors: Any
-    keys: torch.Tensor | None
-    """Of the samples, if their random numbers are drawn then."""
-
-
 class Failed(NamedTuple):
     """In place of a batch: the error that is raised where the batch would be taken."""
 
@@ -42,14 +34,24 @@ class Failed(NamedTuple):
     """An exception, or torch's wrapper of one from a worker process."""
 
 
-Make = Callable[[Any, Order, int], Made]
+Make = Callable[..., Made | Failed]
 """Makes the batch of some rows, with the keys of its samples and the number of the first one."""
 
 
-def attempt(make: Callable[..., Made], job: tuple[Any, ...]) -> Made | Failed:
+def attempt(make: Make, job: tuple[Any, ...]) -> Made | Failed:
     """Make a batch; return its error if it has one."""
     try:
         return make(*job)
+    except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
+        return Failed(error)
+
+
+def change(function: Callable[[Any], Any], made: Made | Failed) -> Made | Failed:
+    """Return a batch as a function returns it, or its error; an error stays what it is."""
+    if isinstance(made, Failed):
+        return made
+    try:
+        return made._replace(batch=function(made.batch))
     except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
         return Failed(error)
 
@@ -62,13 +64,10 @@ def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
     return getattr(inner, "__getitems__", None) and dataset.__getitems__
 
 
-def note_index(
-    error: BaseException, index: Any, reader: str = "fastamp.DataLoader"
-) -> BaseException:
+def _note_index(error: Exception, index: Any) -> None:
     """Add to an error which item has raised it."""
-    if isinstance(error, Exception) and hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"{reader}: raised by dataset[{index}]")
-    return error
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
 
 
 class Items:
@@ -100,7 +99,7 @@ class Items:
             end_s = time.perf_counter()
         except Exception as error:
             if index is not None:
-                note_index(error, index if self._together is None else as_list(rows))
+                _note_index(error, index if self._together is None else as_list(rows))
             raise
         finally:
             current.sample = before
@@ -128,7 +127,7 @@ class WorkerJobs(Iterator[Any]):
 
     def __next__(self) -> Any:
         rows, order, number = next(self._jobs)
-        return Placed(as_list(rows), order, number) if self._is_placed else as_list(rows)
+        return (as_list(rows), order, number) if self._is_placed else as_list(rows)
 
 
 class WorkerItems(Dataset[Any]):
@@ -137,10 +136,10 @@ class WorkerItems(Dataset[Any]):
     def __init__(self, items: Items, worker_init_fn: Callable[[int], None] | None) -> None:
         self._items, self._worker_init_fn = items, worker_init_fn
 
-    def __getitems__(self, placed: Placed) -> Made | Failed:
-        """Return the batch that a sampler has placed, or its error, to torch's iterator."""
+    def __getitems__(self, job: tuple[Any, Order, int]) -> Made | Failed:
+        """Return a batch, or its error, to torch's iterator."""
         try:
-            return self._items.make(*placed)
+            return self._items.make(*job)
         except Exception:  # noqa: BLE001 - raised where the batch would be taken
             info = torch_worker_info()
             where = f"in DataLoader worker process {info and info.id}"

@@ -11,10 +11,10 @@ from torch.utils.data import IterableDataset, Sampler, SequentialSampler
 from fastamp._ops import untraced
 from fastamp.data.checks import as_integer, check_generator, check_shardable, check_worker
 from fastamp.data.datasets import by_name
+from fastamp.data.making import Options, begin_pass, describe, find_source, no_pass
 from fastamp.data.order import SeededSampler, Share, find_samplers, find_share
-from fastamp.data.passes import LoaderPass, Options, begin_pass, describe, find_source, no_pass
+from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import VERSION, Position, decode, encode, find_save
-from fastamp.data.stats import LoaderStats
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -67,7 +67,8 @@ class DataLoader(TorchDataLoader[T_co]):
     Raises:
         ValueError: as torch's; `max_bytes` is not positive; the arrays of a dict differ in length;
             a sharded loader has a sampler of the user's; only one of `rank` and `world_size` is
-            given, or `rank` is too large; `in_order` is False with threads.
+            given, or `rank` is too large; threads are given `timeout`, `persistent_workers`,
+            `multiprocessing_context`, or `in_order=False`, which are of processes.
         TypeError: a sharded loader, or one of threads, has an iterable dataset.
         RuntimeError: `shard` is set and a launcher has set WORLD_SIZE, but torch.distributed is not
             initialized.
@@ -114,7 +115,13 @@ class DataLoader(TorchDataLoader[T_co]):
         seed = as_integer("seed", seed, least=0)
         rank = as_integer("rank", rank, least=0)
         world_size = as_integer("world_size", world_size, least=1)
-        worker = check_worker(worker, dataset, multiprocessing_context, in_order=in_order)
+        processes_only = {
+            "multiprocessing_context": (multiprocessing_context, None),
+            "in_order": (in_order, True),
+            "timeout": (timeout, 0),
+            "persistent_workers": (persistent_workers, False),
+        }
+        worker = check_worker(worker, dataset, processes_only)
         check_generator(generator)
         if device is not None:
             torch.device(device)
@@ -165,14 +172,12 @@ class DataLoader(TorchDataLoader[T_co]):
         """Begin a pass. Subclasses override it to wrap the pass, as those of torch's loader."""
         return begin_pass(self, self._fastamp.device)
 
-    def _begin_for(self, device: torch.device | None, *, thread: bool) -> LoaderPass | None:
-        """Begin a pass for `prefetch`; None where that asks for the state after each batch."""
+    def _begin_on(self, device: torch.device | None) -> LoaderPass | None:
+        """Begin a pass for `prefetch`; None if a subclass begins passes in its own way."""
         own = type(self)
         if own.__iter__ is not DataLoader.__iter__ or own._get_iterator is not _GET_ITERATOR:
             return None
-        if thread and hasattr(self.dataset, "state_dict"):
-            return None
-        return begin_pass(self, self._fastamp.device if device is None else device, thread=thread)
+        return begin_pass(self, self._fastamp.device if device is None else device)
 
     def __len__(self) -> int:
         return self._count_batches(0)
@@ -208,10 +213,10 @@ class DataLoader(TorchDataLoader[T_co]):
 
         A loader that loads it resumes after the last batch delivered; batches made ahead count as
         undelivered. A state taken inside the loop is in the middle of the epoch. Once the pass's
-        iterator is gone, also by `break`, the epoch has ended: a state taken then begins the next
-        one, as the program itself goes on. (`next(iter(loader))` is such a pass.) With neither
-        `seed` nor `generator`, later epochs draw from torch's default generator, whose state the
-        program has to keep.
+        iterator is gone, also by `break` or by an error in the loop's body, the epoch has ended: a
+        state taken then begins the next one, as the program itself goes on. (`next(iter(loader))`
+        is such a pass.) With neither `seed` nor `generator`, later epochs draw from torch's default
+        generator, whose state the program has to keep.
 
         The state of a sharded loader holds for all ranks, and any number of ranks may load it, with
         any batch size: it says how many samples of the epoch all of them have had, if each has had
@@ -229,7 +234,7 @@ class DataLoader(TorchDataLoader[T_co]):
         check_state(self)
         own, begun = self._fastamp, self._fastamp.find_pass()
         in_pass = begun is not None and not begun.ended
-        position = begun.position.copy() if begun is not None and in_pass else own.next.copy()
+        position = replace(begun.position if begun is not None and in_pass else own.next)
         has_state = find_save(self.dataset) is not None
         if begun is not None and begun.interrupted and has_state:
             msg = "the pass was interrupted while the dataset was read: its position is unknown"
@@ -267,13 +272,13 @@ class DataLoader(TorchDataLoader[T_co]):
         if told_epoch is not None:
             self.set_epoch(told_epoch)
         source = find_source(self)
-        if position.seed is None and position.generator is not None:  # between two passes
+        if position.sample_seed is None and position.generator is not None:  # between two passes
             if source is not None:
                 source.set_state(position.generator)
             position.generator = None
         own.begin_at(position, self.sampler)
         own.find_pass = no_pass
-        own.inner = own.pool = own.base_seed = None  # workers have moved on
+        own.inner = own.base_seed = None  # workers have moved on
 
     def stats(self) -> LoaderStats:
         """Return counts and times since the loader was made; `str` of them is the verdict."""
@@ -287,7 +292,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """Leave out statistics, memory and workers, which a copy begins anew."""
         own = self._fastamp
         clone = Options(own.device, own.seed, own.share, own.worker, own.max_bytes)
-        clone.next, clone.told_epoch = own.next.copy(), own.told_epoch
+        clone.next, clone.told_epoch = replace(own.next), own.told_epoch
         return {**vars(self), "_fastamp": clone}
 
     def check_worker_number_rationality(self) -> None:

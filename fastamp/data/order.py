@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +30,6 @@ from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_
 Job: TypeAlias = tuple[Any, Order, int]
 """A batch's rows, the keys of the pass, and the number of the batch's first sample."""
 _DRAWING = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
-_BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
 class SeededSampler(RandomSampler):
@@ -53,7 +53,7 @@ class SeededSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         seed = self.seed + self.epoch + self._passes
         self._passes += 1
-        return iter(_permute(len(self.data_source), torch.Generator().manual_seed(seed)).tolist())
+        return iter(_permute(len(self.data_source), seeded(seed)).tolist())
 
 
 class Share(NamedTuple):
@@ -155,76 +155,61 @@ class Plan:
     states: deque[Any] = field(default_factory=deque)
     """The state of a sampler that has one, after each batch that it has yielded."""
 
-    def begin(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
+    def begin(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Draw what torch's iterators draw at the start, in their order, and return the batches.
 
         Rows are an int64 tensor or a range where the order is computed; else what the sampler
-        yields. `draw_base` returns the seed of workers; True lets the program's generators be.
+        yields. `draw_base` draws the seed of workers; True lets the program's generators be.
         """
         self.states.clear()
         size, drop_last, rows = 1, False, self.sampler
-        if not self.single and type(rows) in (BatchSampler, RankBatches):
+        if not self.single:
+            if type(rows) not in (BatchSampler, RankBatches):
+                return self._read(position, draw_base)
             size, drop_last, rows = rows.batch_size, rows.drop_last, rows.sampler
-        elif not self.single:
+        source = getattr(rows, "generator", None)
+        if source is not self.source or not _is_computed(rows):
             return self._read(position, draw_base)
-        if type(rows) not in (SequentialSampler, RandomSampler, SeededSampler):
-            return self._read(position, draw_base)
-        base = draw_base(position.seed is not None)
-        order, again = self._find_rows(rows, position, base)
+        draw_base(position.sample_seed is not None)
+        order = self._compute(rows, position)
         if self.share is not None:
             order = self.share.take(order, position.consumed, drop_last=drop_last)
-        first = position.batch * size
         stop = len(order) // size * size if drop_last else len(order)
-        return self._cut(order, range(first, stop, size), self._order(position), again)
-
-    def _find_rows(
-        self, sampler: Any, position: Position, base: int
-    ) -> tuple[Any, Callable[[], object]]:
-        """Return all rows in order, and what torch's sampler does at its end."""
-        length = len(sampler.data_source)
-        generator: Any = getattr(sampler, "generator", None)
-        is_own = generator is not None
-        if position.seed is None:
-            position.seed = base if self.seed is None else self.seed
-        if isinstance(sampler, RandomSampler) and not is_own:
-            seed = None if self.seed is None else self.seed + position.epoch
-            if seed is None:
-                seed = position.order = draw_seed() if position.order is None else position.order
-            generator = torch.Generator().manual_seed(seed)
-        else:
-            self._note_source(position)
-        if not isinstance(sampler, RandomSampler):
-            return range(length), bool
-        count = sampler.num_samples
-        if sampler.replacement:
-            return torch.randint(length, (count,), generator=generator, device="cpu"), bool
-        rounds, rest = divmod(count, max(length, 1))
-        rows = [_permute(length, generator) for _ in range(max(rounds + (rest > 0), 1))]
+        begins = range(position.batch * size, stop, size)
         # At the end torch draws one more permutation, and uses nothing of it.
-        again = bool if rest or not is_own else lambda: _permute(length, generator)
-        return (rows[0] if len(rows) == 1 else torch.cat(rows))[:count], again
+        again = source if len(order) == len(rows.data_source) else None
+        return self._cut(order, begins, self._order(position), again)
 
-    def _note_source(self, position: Position) -> None:
-        """Note the state of what the order is drawn from, or put it back where it was."""
-        if self.source is None:
-            return
-        if position.generator is None:
-            position.generator = self.source.get_state()
+    def _compute(self, sampler: Any, position: Position) -> Any:
+        """Return all rows in order."""
+        length = len(sampler.data_source)
+        if not isinstance(sampler, RandomSampler):
+            return range(length)
+        source = sampler.generator
+        if source is not None and position.generator is None:
+            position.generator = source.get_state()
+        elif source is not None:
+            source.set_state(position.generator)
+        elif self.seed is not None:
+            source = seeded(self.seed + position.epoch)
         else:
-            self.source.set_state(position.generator)
+            position.order = draw_seed() if position.order is None else position.order
+            source = seeded(position.order)
+        return _permute(length, source)[: sampler.num_samples]
 
     def _cut(
-        self, rows: Any, begins: range, order: Order, again: Callable[[], object]
+        self, rows: Any, begins: range, order: Order, again: torch.Generator | None
     ) -> Iterator[Job]:
         """Yield the batches of a computed order."""
         size, single = begins.step, self.single
         for number in begins:
             yield int(rows[number]) if single else rows[number : number + size], order, number
-        again()
+        if again is not None:
+            _permute(len(rows), again)
 
     def _order(self, position: Position) -> Order:
         """Return the keys of the pass's samples."""
-        key = find_pass_key(position.seed or 0, position.epoch)
+        key = find_pass_key(position.sample_seed or 0, position.epoch)
         if self.share is not None:
             return Order(key, position.consumed + self.share.rank, self.share.ranks - 1)
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
@@ -232,9 +217,9 @@ class Plan:
                 return Order(key, sampler.rank, sampler.num_replicas - 1)
         return Order(key)
 
-    def _read(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
+    def _read(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Begin a sampler that is no plain one of torch's, and yield its batches."""
-        sampler = self._with_generator(position.epoch)
+        sampler = self._seeded(position.epoch)
         parts = (sampler, getattr(sampler, "sampler", None))  # a sampler may lie in torch's
         owner: Any = next((part for part in parts if find_save(part)), None)
         is_resumed, skipped = position.batch > 0 or position.generator is not None, position.batch
@@ -249,55 +234,44 @@ class Plan:
             else:
                 source.set_state(position.generator)
             iterator = iter(sampler)
-            base = draw_base(False)
-            if position.seed is None:
-                position.seed = base if self.seed is None else self.seed
+            draw_base(False)
             after = source.get_state()
-        order = self._order(position)
-        if skipped:
-            return self._resume(iterator, skipped, owner, order, partial(source.set_state, after))
-        batches = self._place(iterator, owner, number, order)
-        first = [*islice(batches, 1)]  # so that most samplers draw now
-        return chain(first, batches)
+        order, again = self._order(position), partial(source.set_state, after)
+        batches = self._place(iterator, owner, number, order, skipped, again)
+        # Most samplers draw now. One that is resumed draws when its first batch is asked for: until
+        # then a program may call its `set_epoch`, as Lightning does.
+        return batches if skipped else chain([*islice(batches, 1)], batches)
 
-    def _resume(
-        self,
-        iterator: Iterator[Any],
-        skipped: int,
-        owner: Any,
-        order: Order,
-        put_back: Callable[[], object],
-    ) -> Iterator[Job]:
-        """Skip what was delivered when the first batch is asked for, and yield the rest.
-
-        Until then a program may call `set_epoch` of its sampler, as Lightning does.
-        """
-        with generators_kept():
-            put_back()
-            number = sum(map(self._count, islice(iterator, skipped)))
-        yield from self._place(iterator, owner, number, order)
-
-    def _with_generator(self, epoch: int) -> Any:
+    def _seeded(self, epoch: int) -> Any:
         """Return the sampler; one of torch's without a generator gets one, if there is a seed."""
         if self.seed is None:
             return self.sampler
-        seeded = torch.Generator().manual_seed(self.seed + epoch)
-        for owner, name in ((self, "sampler"), (self.sampler, "sampler")):
-            sampler: Any = getattr(owner, name, None)
-            if type(sampler) in _DRAWING and sampler.generator is None:
-                sampler = copy.copy(sampler)
-                sampler.generator = seeded
-                if owner is self:
-                    return sampler
-                batches = copy.copy(self.sampler)
-                batches.sampler = sampler
-                return batches
-        return self.sampler
+        generator = seeded(self.seed + epoch)
+        inner = getattr(self.sampler, "sampler", None)
+        drawing = _with_generator(inner, generator)
+        if drawing is inner:
+            return _with_generator(self.sampler, generator)
+        batches = copy.copy(self.sampler)
+        batches.sampler = drawing
+        return batches
 
     def _place(
-        self, iterator: Iterator[Any], owner: Any, number: int, order: Order
+        self,
+        iterator: Iterator[Any],
+        owner: Any,
+        number: int,
+        order: Order,
+        skipped: int,
+        again: Callable[[], object],
     ) -> Iterator[Job]:
-        """Yield the batches of a sampler; note its state after each, if it has one."""
+        """Yield the batches of a sampler after those that were delivered.
+
+        Its state is noted after each, if it has one. `again` puts the draws of those back.
+        """
+        if skipped:
+            with generators_kept():
+                again()
+                number = sum(map(self._count, islice(iterator, skipped)))
         for batch in iterator:
             first, number = number, number + self._count(batch)
             if owner is not None:
@@ -312,6 +286,26 @@ class Plan:
         return len(batch) if not self.single and hasattr(batch, "__len__") else 1
 
 
+def _is_computed(sampler: Any) -> bool:
+    """Say whether a sampler's order is known at once: as the rows lie, or one permutation."""
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) in (SequentialSampler, SeededSampler)
+
+
+def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
+    """Return a sampler of torch's that has no generator with this one; any other as it is."""
+    if type(sampler) in _DRAWING and sampler.generator is None:
+        sampler = copy.copy(sampler)
+        sampler.generator = generator
+    return sampler
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator that begins at a seed."""
+    return torch.Generator().manual_seed(seed)
+
+
 def _permute(length: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(length, generator=generator, device="cpu")
 
@@ -321,14 +315,13 @@ def as_rows(indices: Any) -> Tensor | None:
     if isinstance(indices, Tensor | range):
         whole = isinstance(indices, range) or indices.dtype == torch.int64
         return torch.as_tensor(indices, device="cpu") if whole and len(indices) else None
-    if isinstance(indices, list | tuple) and set(map(type, indices)) != {int}:
-        dtypes = [getattr(index, "dtype", type(index)) for index in indices]
-        if any(dtype in _BOOLEANS for dtype in dtypes):  # NumPy would convert them to 0 and 1
+    if isinstance(indices, list | tuple):
+        kinds = {*map(type, indices)}
+        if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):
             return None
-    try:
-        rows = np.asarray(indices)
-    except (TypeError, ValueError, RuntimeError):
+    elif not isinstance(indices, np.ndarray):
         return None
+    rows = np.asarray(indices)
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or rows.dtype == np.uint64:
         return None
     return torch.from_numpy(rows.astype(np.int64))

@@ -1,62 +1,93 @@
-"""One pass over a loader: who makes its batches, and what moves as they are delivered."""
+"""One pass over a loader: what moves as batches are delivered, and where its time goes."""
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice, repeat
+from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
-from weakref import ref
 
-import torch
 from torch.autograd.profiler import record_function
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, IterDataPipe, default_collate
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp._ops import is_profiling, untraced
-from fastamp.data.arrays import Columns
-from fastamp.data.collate import BatchCollator, FasterCollate
-from fastamp.data.copies import Copied, deliver_ahead, make_ahead, make_copies
-from fastamp.data.items import Failed, Items, Made, Stream, WorkerItems, WorkerJobs, hand_on
-from fastamp.data.memory import Memory, can_pin
-from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers
-from fastamp.data.position import Position, find_save
-from fastamp.data.runners import (
-    WorkerInfo,
-    become_worker,
-    here,
-    in_threads,
-    make_in_worker,
-    own_copy,
-    read_stream,
-    start_threads,
-)
-from fastamp.data.sample_rng import draw_seed, generators_kept
-from fastamp.data.sources import Gathered, find_columns, why_not
-from fastamp.data.stats import LoaderStats
+from fastamp.data.items import Failed, Made
+from fastamp.data.position import Position
 
-_TORCHS_NEXT = _BaseDataLoaderIter.__next__
-_OPTIONS = (
-    "in_order",
-    "multiprocessing_context",
-    "num_workers",
-    "persistent_workers",
-    "pin_memory",
-    "pin_memory_device",
-    "prefetch_factor",
-    "timeout",
-)
-"""The arguments of torch's loader that are handed on as they are."""
+_STARVED_SHARE = 0.05
+_EXPLAINED_SHARE = 0.75  # of the waiting, by the cause that is named
 _INTERRUPTED = (
     "this pass was interrupted in the middle of a batch: "
     "loader.load_state_dict(loader.state_dict()) lets the next one begin after the last batch "
     "delivered"
 )
+
+
+@dataclass
+class LoaderStats:
+    """What a loader has done since it was made. Seconds of several threads or workers add up.
+
+    `str(stats)` is the verdict.
+
+    Example:
+        >>> loader = fastamp.DataLoader(torch.arange(8), batch_size=4)
+        >>> print(loader.stats())
+        nothing measured yet
+        >>> for batch in loader:
+        ...     pass
+        >>> loader.stats().batches
+        2
+    """
+
+    batches: int = 0
+    """Batches delivered to the consumer."""
+    elapsed_s: float = 0.0
+    """Time in the consumer's loop: waiting for a batch and working on it."""
+    wait_s: float = 0.0
+    """The part of it spent waiting for a batch."""
+    getitem_s: float = 0.0
+    """Time in the dataset: reading and transforming items."""
+    collate_s: float = 0.0
+    """Time in the collate function: making batches of them."""
+    copy_s: float = 0.0
+    """Time gathering rows."""
+    thread_cpu_s: float = 0.0
+    """Processor time of thread workers, most of which holds the GIL if they run Python."""
+    path: str = ""
+    """How batches are made: "gathered", or "item by item: " and the reason."""
+
+    @property
+    def wait_share(self) -> float:
+        """The part of the consumer's time that it waited."""
+        return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """In a few words: "compute-bound", or "starved 18 %: getitem", the share and its cause.
+
+        "compute-bound": the loop waits for less than 5 % of its time. With thread workers it is not
+        said: the loop's own Python waits for the GIL while theirs holds it, and that is no waiting
+        for a batch; the verdict then gives their processor time. Otherwise the cause is the
+        largest of the times above, "getitem", "collate" or "copy". It is named only if it is at
+        least three quarters of the waiting, and so explains it; else: "starved 18 %". Before the
+        first batch: "nothing measured yet".
+        """
+        if not self.batches:
+            return "nothing measured yet"
+        if self.wait_share < _STARVED_SHARE and not self.thread_cpu_s:
+            return "compute-bound"
+        if self.wait_share < _STARVED_SHARE:
+            busy = self.thread_cpu_s / self.elapsed_s if self.elapsed_s else 0.0
+            return (
+                f"waits {100 * self.wait_share:.0f} %; threads compute for {100 * busy:.0f} % of "
+                "the time and may hold the GIL: time some steps with worker='process' too"
+            )
+        causes = {"getitem": self.getitem_s, "collate": self.collate_s, "copy": self.copy_s}
+        cause = max(causes, key=lambda name: causes[name])
+        share = f"starved {100 * self.wait_share:.0f} %"
+        return f"{share}: {cause}" if causes[cause] >= _EXPLAINED_SHARE * self.wait_s else share
+
+    def __str__(self) -> str:
+        return self.verdict
 
 
 class LoaderPass(Iterator[Any]):
@@ -144,318 +175,3 @@ def _raise(error: Any) -> None:
 def _profiled(batches: Iterator[Any]) -> Any:
     with record_function("enumerate(DataLoader)#fastamp.__next__"):
         return next(batches)
-
-
-def no_pass() -> None:
-    """Return nothing: no pass has begun."""
-
-
-@dataclass
-class Options:
-    """A loader's options beyond torch's, its place, and what lives longer than a pass."""
-
-    device: torch.device | str | int | None
-    seed: int | None
-    share: Share | None
-    worker: str | None
-    max_bytes: int
-    next: Position = field(default_factory=Position)
-    """Where the next pass begins."""
-    told_epoch: int | None = None
-    find_pass: Callable[[], LoaderPass | None] = no_pass
-    """Returns the pass that began last, while it lives."""
-    save: Callable[[], Any] | None = None
-    """Returns the state of a stream that has one, in that pass."""
-    stats: LoaderStats = field(default_factory=LoaderStats)
-    memory: Memory | None = None
-    base_seed: int | None = None
-    """Of the workers, once a pass has begun."""
-    inner: Any = None
-    """torch's loader whose workers persist, and what stands in the dataset's place."""
-    pool: tuple[int, ThreadPoolExecutor] | None = None
-    """The process and its threads that persist."""
-
-    def begin_at(self, position: Position, sampler: Any) -> None:
-        """Let the next pass begin at this position."""
-        self.next = position
-        if isinstance(sampler, SeededSampler):
-            sampler.place(position.epoch)
-
-
-def find_source(loader: Any) -> torch.Generator | None:
-    """Return what the order of later epochs is drawn from; None for torch's default generator."""
-    generator: torch.Generator | None = loader.generator if loader._fastamp.seed is None else None
-    return find_generator(find_samplers(loader)) or generator
-
-
-def begin_pass(
-    loader: Any, device: torch.device | str | int | None, *, thread: bool = False
-) -> LoaderPass:
-    """Begin a pass over a fastamp.DataLoader; with `thread` one batch is made ahead in a thread."""
-    own: Options = loader._fastamp
-    if loader.timeout and not loader.num_workers:
-        msg = f"timeout: expected 0 without workers, got {loader.timeout}"
-        raise AssertionError(msg)  # as torch's
-    if loader.num_workers and not loader.prefetch_factor:
-        msg = f"prefetch_factor must be greater than 0, got {loader.prefetch_factor}"
-        raise AssertionError(msg)  # as torch's
-    sampler = loader.sampler
-    if isinstance(sampler, SeededSampler) and sampler.told is not None:
-        if sampler.told != own.next.epoch:
-            loader.set_epoch(sampler.told)
-        sampler.told = None
-    position, own.save = own.next.copy(), None
-    making = Making(loader, own, position, device, thread=thread)
-    batches = making.begin()
-    own.begin_at(Position(epoch=position.epoch + 1), sampler)
-    begun = LoaderPass(batches, position, own.stats, loader.__len__, making.plan.states)
-    own.find_pass = ref(begun)
-    return begun
-
-
-class Making:
-    """Chooses what makes the batches of a pass, and who."""
-
-    def __init__(
-        self,
-        loader: Any,
-        own: Options,
-        position: Position,
-        device: torch.device | str | int | None,
-        *,
-        thread: bool,
-    ) -> None:
-        self.loader, self.own, self.position, self.thread = loader, own, position, thread
-        self.device = None if device is None else torch.device(device)
-        self.single = not loader._auto_collation
-        self.pins = loader.pin_memory and can_pin()
-        on_cuda = self.device is not None and self.device.type == "cuda"
-        pinned = (loader.pin_memory or on_cuda) and can_pin()
-        if own.memory is None or own.memory.pinned != pinned:
-            own.memory = Memory(pinned=pinned, max_bytes=own.max_bytes)
-        self.memory = own.memory
-        batches = loader.sampler if self.single else loader.batch_sampler
-        # A loader that was made anew from another one's attributes has its sampler.
-        is_seeded = own.seed is None and isinstance(loader.sampler, SeededSampler)
-        seed = loader.sampler.seed if is_seeded else own.seed
-        self.plan = Plan(batches, self.single, seed, own.share, find_source(loader))
-
-    def begin(self) -> Iterator[Made | Failed]:
-        """Return the batches, on their device."""
-        loader, device, columns = self.loader, self.device, find_way(self.loader)
-        dataset, state = loader.dataset, self.position.dataset_state
-        is_stream = isinstance(dataset, IterableDataset)
-        if state is not None and not is_stream:
-            dataset.load_state_dict(state["dataset"])
-        is_kept = type(loader.collate_fn) is not BatchCollator  # the user's may be filled again
-        if isinstance(columns, Columns):
-            gathered = self._gathered(columns)
-            if device is None or is_same(gathered.device, device):
-                device = None
-            elif device.type == "cuda" and gathered.device.type == "cpu":
-                return self._ahead(gathered, device)
-            batches, is_kept = here(gathered.make, self._jobs()), False
-        elif is_stream:
-            batches = self._read_stream()
-        elif loader.num_workers and self.own.worker == "thread":
-            batches = self._in_threads()
-        elif loader.num_workers or is_replaced():
-            batches = self._in_processes()
-        else:
-            batches = here(self._items(dataset).make, self._jobs())
-        if self.thread:
-            batches = self._in_one_thread(batches)
-        if device is None or device.type == "cpu":
-            return batches
-        return Copied(batches, device, keeps=is_kept)
-
-    def _gathered(self, columns: Columns) -> Gathered:
-        items = Items(self.loader.dataset, self.loader.collate_fn, single=False)
-        return Gathered(columns, self.memory, items, self.own.max_bytes)
-
-    def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made | Failed]:
-        """Return gathered batches; a thread gathers the next one, and begins its copy."""
-        copies: Any = make_copies(device, keeps=False)
-        make = partial(make_ahead, gathered.make_parts, copies)
-        pool = ThreadPoolExecutor(1, "fastamp")
-        made = in_threads(pool, make, self._jobs(), ahead=1)
-        return map(partial(deliver_ahead, gathered.finish, copies), made)
-
-    def _in_one_thread(self, batches: Iterator[Made | Failed]) -> Iterator[Made | Failed]:
-        """Return the batches of a runner that a thread runs, one ahead."""
-        pool, grad = ThreadPoolExecutor(1, "fastamp"), torch.is_grad_enabled()
-
-        def take() -> Any:
-            torch.set_grad_enabled(grad)
-            return next(batches)
-
-        return in_threads(pool, take, repeat(()), ahead=1)  # type: ignore[arg-type]
-
-    def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
-        collate_fn = self.loader.collate_fn
-        if type(collate_fn) is BatchCollator and not in_process:
-            collate_fn = collate_fn.with_memory(self.memory)
-        elif collate_fn is default_collate:
-            collate_fn = FasterCollate(Memory() if in_process else self.memory)
-        return Items(dataset, collate_fn, single=self.single, pins=self.pins and not in_process)
-
-    def _source(self, *, apart: bool) -> torch.Generator:
-        """Return what the seed of workers is drawn from, or one apart: for a pass begun again."""
-        own, position, generator = self.own, self.position, self.loader.generator
-        if apart:
-            return torch.Generator().manual_seed(position.seed or 0)
-        if generator is None and own.seed is not None and own.share is None:
-            return torch.Generator().manual_seed(own.seed + position.epoch)
-        return torch.default_generator if generator is None else generator
-
-    def _jobs(self, same: torch.Generator | None = None) -> Iterator[Any]:
-        """Begin the order, and draw the seed of workers as torch's iterators do.
-
-        `same` becomes the generator that torch's own iterator draws the same seed from.
-        """
-        loader, own = self.loader, self.own
-        persists = loader.persistent_workers and own.base_seed is not None
-
-        def draw(apart: bool) -> int:  # noqa: FBT001 - see Plan.begin
-            if not persists or own.base_seed is None:  # workers that persist keep theirs
-                own.base_seed = self._draw_base(apart, same)
-            return own.base_seed
-
-        return self.plan.begin(self.position, draw)
-
-    def _draw_base(self, apart: bool, same: torch.Generator | None) -> int:  # noqa: FBT001
-        source = self._source(apart=apart)
-        if same is not None:
-            same.set_state(source.get_state())
-        return draw_seed(source)
-
-    def _in_threads(self) -> Iterator[Made | Failed]:
-        loader, own, count = self.loader, self.own, self.loader.num_workers
-        persists, known = loader.persistent_workers, own.pool
-        jobs = self._jobs()
-
-        def begin(number: int) -> None:
-            dataset = own_copy(loader.dataset)
-            info = WorkerInfo(number, count, (own.base_seed or 0) + number, dataset)
-            become_worker(info, self._items(dataset), loader.worker_init_fn)
-
-        is_here = known is not None and known[0] == os.getpid()
-        pool = known[1] if known is not None and is_here else start_threads(count, begin)
-        own.pool = (os.getpid(), pool) if persists else None
-        make = partial(make_in_worker, torch.is_grad_enabled())
-        ahead = loader.prefetch_factor * count
-        return in_threads(
-            pool, make, jobs, ahead=ahead, timeout_s=loader.timeout, persists=persists
-        )
-
-    def _in_processes(self) -> Iterator[Made | Failed]:
-        """Return the batches of torch's iterator over a map-style dataset."""
-        loader, own, same = self.loader, self.own, torch.Generator()
-        placed = self._jobs(same)
-        if own.inner is not None:
-            inner, jobs = own.inner
-            jobs.begin(placed)
-            return iter(inner)
-        jobs = WorkerJobs(placed, is_placed=not is_replaced())
-        how: dict[str, Any] = {"batch_size": None, "sampler": jobs}
-        if not self.single:
-            how = {"batch_size": 1, "batch_sampler": jobs}
-        if is_replaced():  # who replaces torch's `__next__` reads the dataset and the indices there
-            own_way = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
-            inner = self._torchs(loader.dataset, same, **how, **own_way)
-            return map(Made, iter(inner))
-        items = WorkerItems(self._items(loader.dataset, in_process=True), loader.worker_init_fn)
-        inner = self._torchs(
-            items, same, **how, collate_fn=hand_on, worker_init_fn=items.init_worker
-        )
-        if loader.persistent_workers:
-            own.inner = inner, jobs
-        return iter(inner)
-
-    def _torchs(self, dataset: Any, generator: torch.Generator, **how: Any) -> Any:
-        """Return torch's loader with the options of this one; its own thread pins the batches."""
-        options = {name: getattr(self.loader, name) for name in _OPTIONS}
-        options["generator"] = None if generator is torch.default_generator else generator
-        if not self.loader.num_workers:
-            options["prefetch_factor"] = None
-            options["pin_memory"] = self.loader.pin_memory
-        else:
-            options["pin_memory"] = self.memory.pinned
-        return TorchDataLoader(dataset, **options, **how)
-
-    def _read_stream(self) -> Iterator[Made | Failed]:
-        """Return the batches of torch's iterator over an iterable dataset."""
-        loader, own, position = self.loader, self.own, self.position
-        count, same = loader.num_workers, torch.Generator()
-        inner, stream = own.inner or (None, None)
-        if inner is None and isinstance(loader.dataset, IterDataPipe):
-            same = self._source(apart=position.seed is not None)  # torch seeds the pipes, too
-        elif inner is None:
-            own.base_seed = self._draw_base(position.seed is not None, same)
-        if inner is None:
-            inner, stream = self._open_stream(same)
-            own.inner = (inner, stream) if loader.persistent_workers else None
-        if position.seed is None:
-            position.seed = (own.base_seed or 0) if own.seed is None else own.seed
-        inner._IterableDataset_len_called = loader._IterableDataset_len_called
-        if stream is None:
-            return map(Made, iter(inner))
-        stream.begin(position.seed, position.epoch, position.dataset_state)
-        if count:
-            return iter(inner)
-        batches = read_stream(stream, iter(inner))
-        own.save = stream.state_dict if find_save(loader.dataset) else None
-        if own.save is None and position.batch:
-            with generators_kept():  # read what was delivered once more
-                _skip(batches, position.batch)
-        stream.cell.number = position.batch
-        return batches
-
-    def _open_stream(self, generator: torch.Generator) -> tuple[Any, Stream | None]:
-        """Return torch's loader of an iterable dataset, and what stands in that one's place."""
-        loader, dataset = self.loader, self.loader.dataset
-        how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if isinstance(dataset, IterDataPipe):  # torch reads its graph
-            own = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
-            return self._torchs(dataset, generator, **how, **own), None
-        collate_fn = self._items(dataset, in_process=loader.num_workers > 0).collate_fn
-        stream = Stream(dataset, collate_fn, loader.num_workers, loader.worker_init_fn)
-        own = {"collate_fn": stream.collate, "worker_init_fn": stream.init_worker}
-        return self._torchs(stream, generator, **how, **own), stream
-
-
-def _skip(batches: Iterator[Made | Failed], count: int) -> None:
-    """Read batches that were delivered; errors among them count, as they did."""
-    for _ in islice(batches, count):
-        pass
-
-
-def is_replaced() -> bool:
-    """Say whether a program has replaced what torch's iterators do for each batch."""
-    return _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
-
-
-def is_same(one: torch.device, other: torch.device) -> bool:
-    """Say whether a device is another one, which may be the current one of its type."""
-    return one.type == other.type and other.index in (None, one.index)
-
-
-def find_way(loader: Any) -> Columns | str:
-    """Return the columns that a loader gathers, or why it reads its dataset item by item."""
-    if is_replaced():
-        return "torch's iterators are replaced"
-    if loader.num_workers and loader.worker_init_fn is not None:
-        return "worker_init_fn is given"
-    reason = why_not(loader.collate_fn, single=not loader._auto_collation)
-    return reason or find_columns(loader.dataset, loader._fastamp.max_bytes)
-
-
-def describe(loader: Any) -> str:
-    """Return how a loader makes its batches."""
-    way, count = find_way(loader), loader.num_workers
-    if isinstance(way, Columns):
-        device = way.arrays[0].device
-        return "gathered" if device.type == "cpu" else f"gathered on {device}"
-    kind = "thread" if loader._fastamp.worker == "thread" else "worker"
-    workers = f", in {count} {kind}{'s' * (count > 1)}" if count else ""
-    return f"item by item{workers}: {way}"

@@ -3,7 +3,7 @@
 import inspect
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class Position:
     """Batches delivered to the loop."""
     consumed: int = 0
     """Of a sharded loader: samples that all ranks have had before the first of these batches."""
-    seed: int | None = None
+    sample_seed: int | None = None
     """Seed of the samples' random numbers: the loader's, or the one that torch's iterators draw."""
     order: int | None = None
     """Seed of the order, where torch's sampler draws one."""
@@ -34,13 +34,8 @@ class Position:
     dataset_state: Any = None
     """State of a dataset that has one, and is read in the loop's process."""
 
-    def copy(self) -> "Position":
-        """Return a copy that does not move with the pass."""
-        return replace(self)
 
-
-_SEED = "sample_seed"  # in a state, whose "seed" is the loader's
-_NAMES = tuple({"seed": _SEED}.get(field.name, field.name) for field in fields(Position))
+_NAMES = tuple(field.name for field in fields(Position))
 
 _OF_OTHERS = {"sampler_state": {"samples", "state"}, "dataset_state": {"dataset", "iterator"}}
 """Keys of the states of the user's own objects."""
@@ -58,7 +53,7 @@ def find_save(owner: Any) -> Callable[[], Any] | None:
 
 def encode(position: Position) -> dict[str, Any]:
     """Return a position in the types of JSON, except for states of the user's own."""
-    state = dict(zip(_NAMES, vars(position).values(), strict=True))
+    state = {**vars(position)}
     if position.generator is not None:
         state["generator"] = b64encode(position.generator.numpy().tobytes()).decode()
     return state
@@ -80,8 +75,8 @@ def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
         if name not in state:
             msg = f"state: expected what DataLoader.state_dict returns, it has no {name!r}"
             raise ValueError(msg)
-    for name in ("epoch", "batch", "consumed", _SEED, "order", "told_epoch"):
-        optional = name in (_SEED, "order", "told_epoch")
+    for name in ("epoch", "batch", "consumed", "sample_seed", "order", "told_epoch"):
+        optional = name in ("sample_seed", "order", "told_epoch")
         as_integer(f"state: its {name}", state[name], least=0, optional=optional)
     for name, keys in _OF_OTHERS.items():
         given = state[name]
@@ -89,10 +84,10 @@ def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
             msg = f"state: its {name}: expected None or a dict of {sorted(keys)}, got {given!r}"
             raise ValueError(msg)
     values = {name: state[name] for name in _NAMES}
-    values["seed"] = values.pop(_SEED)
     if state["generator"] is not None:
         try:
-            values["generator"] = _as_rng_state(state["generator"])
+            text = bytearray(b64decode(state["generator"], validate=True))
+            values["generator"] = torch.frombuffer(text, dtype=torch.uint8)
             torch.Generator().set_state(values["generator"])
         except (RuntimeError, TypeError, ValueError) as error:
             msg = f"state: its generator: expected the state of a generator or None; {error}"
@@ -111,10 +106,3 @@ def _check_identity(state: Any, identity: dict[str, Any]) -> None:
         if type(value) is not type(ours) or value != ours:
             msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
             raise ValueError(msg)
-
-
-def _as_rng_state(text: Any) -> Tensor:
-    """Return a generator's state out of its text; a tensor is returned as it is."""
-    if isinstance(text, Tensor):
-        return text
-    return torch.frombuffer(bytearray(b64decode(text, validate=True)), dtype=torch.uint8)

@@ -1,30 +1,28 @@
 """Who makes the batches of a pass: the loop's thread, other threads, or torch's processes."""
 
+import _thread
 import contextlib
 import copy
 import ctypes
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from queue import Empty, SimpleQueue
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
 from fastamp.data.items import Failed, Items, Made, Make, Stream, attempt
-from fastamp.data.order import Job
 from fastamp.data.sample_rng import Order, current, generators_kept
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,45 +70,138 @@ def get_worker_info() -> Any:
     return torch_worker_info() if _own.info is None else _own.info
 
 
-def here(make: Make, jobs: Iterator[Job]) -> Iterator[Made | Failed]:
+def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made | Failed]:
     """Make each batch when it is asked for."""
     for job in jobs:
         yield attempt(make, job)
 
 
+class Threads:
+    """Threads that make batches, in order, until the pass ends.
+
+    Ctrl-C interrupts the loop's thread anywhere. Between taking a lock of Python's `threading` and
+    the block that gives it back, the lock stays taken, and the threads of `concurrent.futures` wait
+    for it forever. So this thread only uses queues, which are written in C.
+    """
+
+    def __init__(self, count: int, name: str, begin: Callable[[int], None] | None = None) -> None:
+        """Start the threads. Each calls `begin` with its number, one after the other.
+
+        The program's generators are then as before, whatever `begin` has seeded.
+        """
+        self._jobs: SimpleQueue[Any] = SimpleQueue()
+        began: SimpleQueue[BaseException | None] = SimpleQueue()
+        one_at_a_time = threading.Lock()
+
+        def serve(number: int, jobs: "SimpleQueue[Any]") -> None:
+            with one_at_a_time:
+                began.put(_find_error(begin, number))
+            _serve(jobs)
+
+        self._threads = [
+            threading.Thread(target=serve, args=(n, self._jobs), name=f"{name}_{n}", daemon=True)
+            for n in range(count)
+        ]
+        self._at_exit = weakref.finalize(self, _end, self._jobs, self._threads)
+        try:
+            with generators_kept():
+                start_apart(self._threads, began.put)
+                for _ in self._threads:
+                    _raise(began.get())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(self, make: Make, job: Any) -> "SimpleQueue[Made | Failed]":
+        """Let a thread make a batch; return the queue that it will be in."""
+        reply: SimpleQueue[Made | Failed] = SimpleQueue()
+        self._jobs.put((reply, make, job))
+        return reply
+
+    def shutdown(self) -> None:
+        """Drop the jobs that no thread has begun, and end the threads."""
+        _end(self._jobs, self._threads)
+        self._at_exit.detach()
+
+
+def start_apart(
+    threads: list[threading.Thread], tell: Callable[[BaseException | None], None]
+) -> None:
+    """Start threads in another one: `Thread.start` takes locks. Where one does not start, tell."""
+
+    def start() -> None:
+        for number in range(len(threads)):
+            error = _find_error(lambda number: threads[number].start(), number)
+            if error is not None:
+                tell(error)
+
+    _thread.start_new_thread(start, ())
+
+
+def _find_error(function: Callable[[int], None] | None, number: int) -> BaseException | None:
+    try:
+        if function is not None:
+            function(number)
+    except BaseException as error:  # noqa: BLE001 - raised where the threads are made
+        return error
+    return None
+
+
+def _raise(error: BaseException | None) -> None:
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # or it would hold itself, and the threads, by the frames of its traceback
+
+
+def _serve(jobs: "SimpleQueue[Any]") -> None:
+    """Make batches until None comes, and hand that on to the next thread."""
+    while (job := jobs.get()) is not None:
+        reply, *call = job
+        reply.put(_answer(*call))
+        del job, reply, call
+    jobs.put(None)
+
+
+def _answer(make: Make, job: tuple[Any, ...]) -> Made | Failed:
+    try:
+        return attempt(make, job)
+    except BaseException as error:  # noqa: BLE001 - raised in the loop: as SystemExit
+        return Failed(error)
+
+
+def _end(jobs: "SimpleQueue[Any]", threads: list[threading.Thread]) -> None:
+    with contextlib.suppress(Empty):
+        while True:
+            jobs.get_nowait()
+    jobs.put(None)
+    for thread in threads:
+        with contextlib.suppress(RuntimeError):  # Ctrl-C has kept it from starting
+            thread.join()
+
+
 def in_threads(
-    pool: ThreadPoolExecutor,
-    make: Make,
-    jobs: Iterator[Job],
-    *,
-    ahead: int,
-    timeout_s: float = 0.0,
-    persists: bool = False,
+    threads: Threads, make: Make, jobs: Iterator[Any], *, ahead: int
 ) -> Iterator[Made | Failed]:
-    """Let a pool make batches, in order, so many ahead of the loop; it ends with the pass.
+    """Let threads make batches, in order, so many ahead of the loop; they end with the pass.
 
     The first ones are under way when this returns.
     """
-    made = _in_threads(pool, make, jobs, ahead, timeout_s, persists)
+    made = _in_threads(threads, make, jobs, ahead)
     next(made)
     return made  # type: ignore[return-value]
 
 
 def _in_threads(
-    pool: ThreadPoolExecutor,
-    make: Make,
-    jobs: Iterator[Job],
-    ahead: int,
-    timeout_s: float,
-    persists: bool,  # noqa: FBT001 - see in_threads
+    threads: Threads, make: Make, jobs: Iterator[Any], ahead: int
 ) -> Iterator[Made | Failed | None]:
     """Yield None once the first batches are under way, and then the batches."""
     owner_pid = os.getpid()
-    under_way: deque[Future[list[Made | Failed]]] = deque()
+    under_way: deque[SimpleQueue[Made | Failed]] = deque()
 
     def submit(count: int) -> None:
-        for job in islice(jobs, count):
-            under_way.append(pool.submit(in_box, attempt, make, job))
+        under_way.extend(threads.submit(make, job) for job in islice(jobs, count))
 
     try:
         submit(ahead)
@@ -119,59 +210,19 @@ def _in_threads(
             if owner_pid != os.getpid():
                 msg = "this iterator was made before the process forked: call iter() in the child"
                 raise RuntimeError(msg)
-            try:
-                box = under_way[0].result(timeout_s or None)
-            except Late:
-                msg = f"DataLoader timed out after {timeout_s} seconds"  # as torch's
-                raise RuntimeError(msg) from None
-            if _is_end(box[0]):
+            made = [under_way.popleft().get()]
+            if is_end(made[0]):
                 return
-            del under_way[0]
             submit(1)
-            yield box.pop()
+            yield made.pop()  # which no frame holds
     finally:
-        for future in under_way:
-            future.cancel()
-        if not persists and owner_pid == os.getpid():
-            pool.shutdown()
+        if owner_pid == os.getpid():
+            threads.shutdown()
 
 
-def in_box(function: Callable[..., T], *arguments: Any) -> list[T]:
-    """Return what a function does in a list, which whoever takes it empties.
-
-    The traceback of an error leads to the pool's frame, which holds the future: a cycle, if the
-    future held the error, and the pass would live until the next garbage collection.
-    """
-    return [function(*arguments)]
-
-
-def _is_end(made: Made | Failed) -> bool:
+def is_end(made: Made | Failed) -> bool:
     """Say whether a runner that a thread runs has no more batches."""
     return type(made) is Failed and isinstance(made.error, StopIteration)
-
-
-def start_threads(count: int, begin: Callable[[int], None]) -> ThreadPoolExecutor:
-    """Return a pool in which each thread has called `begin` with its number, one after the other.
-
-    The program's generators are then as before, whatever `begin` has seeded.
-    """
-    pool = ThreadPoolExecutor(count, "fastamp worker")
-    all_here, one_at_a_time = threading.Barrier(count), threading.Lock()
-
-    def become(number: int) -> None:
-        all_here.wait()  # so that each thread takes one of these tasks
-        with one_at_a_time:
-            begin(number)
-
-    try:
-        with generators_kept():
-            for future in [pool.submit(become, number) for number in range(count)]:
-                future.result()
-    except BaseException:
-        all_here.abort()
-        pool.shutdown()
-        raise
-    return pool
 
 
 def become_worker(
@@ -182,15 +233,8 @@ def become_worker(
     torch.get_num_threads()  # torch sets OpenMP up for this thread now
     with contextlib.suppress(AttributeError, OSError):  # where torch computes without OpenMP
         ctypes.CDLL(None).omp_set_num_threads(1)  # for this thread alone
-    if worker_init_fn is None:
-        return
-    try:
+    if worker_init_fn is not None:
         worker_init_fn(info.id)
-    except AttributeError as error:
-        if "NoneType" not in str(error):
-            raise
-        msg = f"worker_init_fn: {error}; in a thread torch's get_worker_info() is None: "
-        raise AttributeError(msg + "call fastamp.get_worker_info(), which knows both") from error
 
 
 def make_in_worker(grad: bool, rows: Any, order: Order, number: int) -> Made:  # noqa: FBT001

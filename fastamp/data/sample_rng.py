@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -71,14 +71,6 @@ def find_pass_key(seed: int, epoch: int) -> int:
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """Draw a seed as torch's iterators do, by default from torch's default generator."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
-
-
-class Placed(NamedTuple):
-    """What a sampler has yielded, with its first sample's number in the pass."""
-
-    indices: Any
-    order: Order
-    number: int
 
 
 class SampleRng:

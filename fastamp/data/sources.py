@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +19,7 @@ from fastamp._ops import core_for
 from fastamp.data.arrays import Columns, columns_of, in_row_order
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset
-from fastamp.data.items import Items, Made, Parts
+from fastamp.data.items import Items, Made
 from fastamp.data.memory import LEASED_NBYTES, Memory
 from fastamp.data.order import as_rows
 from fastamp.data.sample_rng import Order
@@ -32,6 +34,8 @@ _CORE_NBYTES = 4 << 20
 _LONG_ROW = 4096  # bytes; shorter rows are gathered by torch
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Signed dtypes of the same size: torch does not gather the unsigned ones everywhere."""
+Start: TypeAlias = Callable[[Any, Callable[[Any], Any] | None], Any]
+"""Begins the copy of a batch, or of tensors and what finishes a batch of them on the device."""
 _rows_of: "WeakKeyDictionary[Any, tuple[Any, list[Any], Tensor | None]]" = WeakKeyDictionary()
 """Of a Subset: its indices, some of them, and the tensor of all."""
 
@@ -117,10 +121,11 @@ def find_columns(  # noqa: PLR0911 - one for each kind
 
 def _inherits(dataset: Any, kind: Any) -> bool:
     """Say whether a dataset is of a kind, or of a subclass that reads its items in no other way."""
-    own = type(dataset)
-    return isinstance(dataset, kind) and all(
-        getattr(own, name, None) is getattr(kind, name, None)
-        for name in ("__getitem__", "__getitems__", "__len__", "columns")
+    own, names = type(dataset), ("__getitem__", "__getitems__", "__len__", "columns")
+    return (
+        isinstance(dataset, kind)
+        and all(getattr(own, name, None) is getattr(kind, name, None) for name in names)
+        and vars(dataset).keys().isdisjoint(names)
     )
 
 
@@ -162,13 +167,19 @@ class Gathered:
         self._core_from = _CORE_NBYTES // max(1, sum(sizes))
         self._keyed = columns.starts is not None or columns.then is not None
 
-    def make(self, rows: Any, order: Order, number: int) -> Made:
-        """Return the batch of some rows."""
+    def make(self, rows: Any, order: Order, number: int, start: Start | None = None) -> Made:
+        """Return the batch of some rows; with `start`, the batch as that returns it."""
         start_s = time.perf_counter()
-        parts = self.gather(rows, order, number)
-        if parts is None:
-            return self._items.make(rows, order, number)
-        return Made(self.finish(*parts), copy_s=time.perf_counter() - start_s)
+        gathered = self.gather(rows, order, number)
+        if gathered is None:
+            made = self._items.make(rows, order, number)
+            return made if start is None else made._replace(batch=start(made.batch, None))
+        parts, keys = gathered
+        if start is None:
+            batch = self._finish(parts, keys)
+        else:
+            batch = start(parts, partial(self._finish, keys=keys))
+        return Made(batch, copy_s=time.perf_counter() - start_s)
 
     def gather(
         self, rows: Any, order: Order, number: int
@@ -200,15 +211,7 @@ class Gathered:
                 parts.append(part if part.dtype is own else part.view(own))
         return parts, keys
 
-    def make_parts(self, rows: Any, order: Order, number: int) -> Made:
-        """Return `Parts` as a batch, which are finished once they are on a device."""
-        start_s = time.perf_counter()
-        parts = self.gather(rows, order, number)
-        if parts is None:
-            return self._items.make(rows, order, number)
-        return Made(Parts(*parts), copy_s=time.perf_counter() - start_s)
-
-    def finish(self, parts: list[Tensor], keys: Tensor | None) -> Any:
+    def _finish(self, parts: list[Tensor], keys: Tensor | None) -> Any:
         """Return the batch of its tensors, on whatever device they are now."""
         if self._columns.then is not None and keys is not None:
             parts = self._columns.then(parts, keys)

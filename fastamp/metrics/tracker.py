@@ -1,9 +1,7 @@
 """The tracker: scalars go into a queue, which is emptied in bulk."""
 
 import atexit
-import logging
 import operator
-import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +25,6 @@ Entry: TypeAlias = tuple[Name, int, float | OnDevice, float]  # at last the time
 
 QUEUE = 4096
 BATCHES_IN_FLIGHT = 8
-NAMES = 10_000  # with a history
 LIMIT = 2**63
 
 
@@ -38,11 +35,11 @@ class MetricsTracker:
     the histories and the sinks, in order; values on a device follow once they have been copied.
     Only `flush`, `summary`, `history`, `state_dict`, `load_state_dict` and `close` wait for them,
     and so does `log_scalar` when the device is 30,000 values behind. Any thread may log. A tracker
-    with sinks is closed at exit. The first 10,000 names have histories; others go to the sinks
-    only, and the log says so once.
+    with sinks is closed at exit.
 
     Sinks are called by the thread that empties the queue: one that may block needs a queue of its
-    own, as TensorBoard's writer and W&B have. In a forked child the sinks are not called.
+    own, as TensorBoard's writer and W&B have. A copy of a tracker, as in a module that is copied or
+    pickled, is a new one of the same capacity, without sinks.
 
     Args:
         capacity: number of values in the history of one name at most; at least 2.
@@ -75,9 +72,8 @@ class MetricsTracker:
             raise ValueError(msg)
         self.last_step = 0
         """The step of the latest call of `log_scalar`."""
+        self._capacity = capacity
         self._sinks = [sink_of(sink) for sink in sinks]
-        self._pid = os.getpid()
-        self._is_full = False
         self._series: dict[str, Series] = defaultdict(lambda: Series(capacity))
         self._watched: list[Any] = []
         self._stops: list[Callable[[], None]] = []
@@ -87,6 +83,9 @@ class MetricsTracker:
         self._is_draining = False
         if self._sinks:
             atexit.register(self.close)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._capacity,)
 
     def log_scalar(self, name: str, value: Any, step: int, *, time_s: float | None = None) -> None:
         """Record a value; costs well under a microsecond for a Python number.
@@ -258,18 +257,14 @@ class MetricsTracker:
             steps.append(step)
             values.append(value)
         for name, column in columns.items():
-            if name in self._series or len(self._series) < NAMES:
-                self._series[name].extend(*column)
-            elif not self._is_full:
-                self._is_full = True
-                logging.getLogger(__name__).warning("%r and further names have no history", name)
+            self._series[name].extend(*column)
         for sink in self._sinks if scalars and self._is_first() else ():
             sink([*scalars])
 
     def _is_first(self) -> bool:
-        """Return whether this is the first rank, and no forked child."""
+        """Return whether this is the first rank."""
         is_only = not (dist.is_available() and dist.is_initialized())
-        return os.getpid() == self._pid and (is_only or dist.get_rank() == 0)
+        return is_only or dist.get_rank() == 0
 
 
 class Transfer:

@@ -23,13 +23,12 @@ from fastamp.step.shards import Shards, shards_of
 RULES = {
     "torch.optim.adam.Adam": "Adam",
     "torch.optim.sgd.SGD": "SGD",
-    "torch.optim.adagrad.Adagrad": "Adagrad",
     "torch.optim.Muon": muon.RULE,
     "fastamp.step.adamw.AdamW": "fastamp.AdamW",
 }
 OWN = "fastamp.AdamW"
 # Options of all torch's optimizers, beside those that a rule declares.
-_COMMON = {"lr", "foreach", "capturable", "differentiable", "fused", "initial_accumulator_value"}
+_COMMON = {"lr", "foreach", "capturable", "differentiable", "fused"}
 
 
 class Known(NamedTuple):
@@ -221,7 +220,6 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911, PLR0
     On a device the count of steps goes there also where torch keeps it on the host, so that a
     skipped step need not be known there: torch's own step then waits for it.
     """
-    cls: Any = type(optimizer)
     known = _known.get(optimizer)
     rule = OWN if known is None else known.rule
     if rule == OWN:
@@ -242,8 +240,6 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911, PLR0
                 return "a graph captures the first step"
             state: dict[str, Any] = optimizer.state[param]
             missing = [name for name in names if state.get(name) is None]
-            if missing and first == "by its class":
-                return f"{missing[0]}: {cls.__name__} has not made it"
             if missing and counts and state:
                 return f"{missing[0]}: missing"  # torch's step raises its error
             if counts and "step" not in state:

@@ -9,10 +9,11 @@ import functools
 import inspect
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -78,6 +79,8 @@ class Timer:
     Inside `torch.compile` regions are left out of the graph. While a CUDA graph is captured they
     are not timed on the GPU, and counted in `captured`. torch's profiler shows them as ranges.
 
+    A copy of a timer, as in a module that is copied or pickled, is a new one of the same device.
+
     Args:
         device: "cpu" for the host's clock, or a CUDA device; None is the current CUDA device where
             there is one, else "cpu".
@@ -120,6 +123,9 @@ class Timer:
         self._regions: dict[str, Region] = {}
         self._depths: dict[str, int] = {}  # number of regions around each path, plus 1
         self._start_s = 0.0  # of the first region, or of the newest reset after it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._device,)
 
     def __call__(self, name: str) -> Region | contextlib.nullcontext[None]:
         """Return the region of this name inside the innermost open one, for a `with` statement.
@@ -176,21 +182,17 @@ class Timer:
             raise RuntimeError(msg)
         inner.__exit__(None, None, None)
 
-    def each(self, name: str, iterable: Iterable[_T]) -> Iterator[_T]:
-        """Yield the items of an iterable, such as a loader; each wait for one is a region.
+    def each(self, name: str, iterable: Iterable[_T]) -> "Each[_T]":
+        """Return an iterable with the items of another, such as a loader, and its `len`.
 
-        The last wait, which finds the end, counts too.
+        Each wait for an item is a region. The last wait, which finds the end, counts too.
         """
-        items = iter(iterable)
-        while True:
-            with self(name):
-                item: Any = next(items, items)
-            if item is items:
-                return
-            yield item
+        return Each(self, name, iterable)
 
     def wrap(self, name: str) -> Callable[[_F], _F]:
         """Return a decorator that makes every call of a function a region.
+
+        The calls that a recursive function makes of itself are part of the first one's region.
 
         Raises:
             TypeError: `name` is not a string, as in `@timer.wrap` without one; or the function is a
@@ -206,10 +208,18 @@ class Timer:
                 msg = f"wrap({name!r}): {called} is a generator or asynchronous"
                 raise TypeError(msg)
 
+            in_thread = threading.local()
+
             @functools.wraps(function)
             def timed(*args: Any, **kwargs: Any) -> Any:
-                with self(name):
+                if is_dynamo_compiling() or getattr(in_thread, "is_running", False):
                     return function(*args, **kwargs)
+                in_thread.is_running = True
+                try:
+                    with self(name):
+                        return function(*args, **kwargs)
+                finally:
+                    in_thread.is_running = False
 
             return timed  # type: ignore[return-value]
 
@@ -263,8 +273,7 @@ class Timer:
         """Write `summary()` to a file, in seconds, for `python -m fastamp.bench doctor --timer`.
 
         It also has the time since the first region, or since `reset()`: call it right after the
-        loop. The file is written whole or stays as it was. That command says what would help, with
-        more certainty if `fastamp.bench.facts.save` has written the file.
+        loop. The file is written whole or stays as it was. That command says where the time goes.
 
         Raises:
             OSError: the file cannot be written.
@@ -282,6 +291,25 @@ class Timer:
         for region in list(self._regions.values()):
             region.reset()
         self._start_s = perf_counter() if self._regions else 0.0
+
+
+class Each(Generic[_T]):
+    """The items of an iterable; each wait for one is a region of a timer."""
+
+    def __init__(self, timer: Timer, name: str, iterable: Iterable[_T]) -> None:
+        self._timer, self._name, self._iterable = timer, name, iterable
+
+    def __len__(self) -> int:
+        return len(self._iterable)  # type: ignore[arg-type]  # without one it raises a TypeError
+
+    def __iter__(self) -> Iterator[_T]:
+        items = iter(self._iterable)
+        while True:
+            with self._timer(self._name):
+                item: Any = next(items, items)
+            if item is items:
+                return
+            yield item
 
 
 def _check_name(name: object) -> str:

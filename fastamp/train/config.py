@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastamp.metrics import MetricsTracker
-from fastamp.step.adamw import MOMENTS
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
 from fastamp.train.precision import compute_effective_precision
@@ -20,14 +19,15 @@ from fastamp.train.precision import compute_effective_precision
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
 _INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
-_INTEGERS |= {"checkpoint_every": 1, "keep": 1}  # each with its smallest value
+_INTEGERS |= {"checkpoint_every": 1, "keep": 1, "patience": 1}  # each with its smallest value
 _NUMBERS = {"lr": "a number above 0", "weight_decay": "a number of at least 0"}
 _NUMBERS |= {"max_norm": "a number above 0 or None"}
 _CHOICES: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-_CHOICES |= {"parallel": ("ddp", "fsdp"), "moments": MOMENTS, "weights": ("bfloat16",)}
+_CHOICES |= {"mode": ("min", "max")}
 _KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
-_KINDS |= {"checkpoint_dir": str | os.PathLike}
-_KINDS |= dict.fromkeys(["use_amp", "compile", "keep_best", "resume", "progress"], bool)
+_KINDS |= {"checkpoint_dir": str | os.PathLike, "metric": str}
+_KINDS |= dict.fromkeys(["evaluate", "on_evaluation"], Callable)
+_KINDS |= dict.fromkeys(["use_amp", "keep_best", "resume", "progress"], bool)
 _DEVICE_ERRORS = AssertionError, ImportError, RuntimeError, TypeError, ValueError  # each by some
 
 
@@ -66,13 +66,6 @@ class TrainConfig:
     an optimizer of the list of all parameters that require a gradient, those of the loss last, and
     ignores `lr` and `weight_decay`. As with `lr`, a run resumes only at the learning rates that it
     began with: a CheckpointError names both."""
-    moments: str | None = None
-    """"float32", "bfloat16" or "8bit": how `optimizer="adamw"` keeps its moments, as
-    `fastamp.AdamW`. None is torch's AdamW, unless `weights` asks for fastamp's."""
-    weights: str | None = None
-    """"bfloat16" converts the model's float32 parameters, in place, and `optimizer="adamw"` keeps
-    the rest of their bits: see `fastamp.AdamW`. It needs `precision="bf16-mixed"`. None leaves
-    them alone."""
     schedule: str = "cosine"
     """Of the learning rate: "cosine" or "linear", which end at 0, or "constant". Skipped steps do
     not count."""
@@ -89,14 +82,9 @@ class TrainConfig:
     accumulate: int = 1
     """Batches in a step, which are in memory together. The last step of an epoch has the remaining
     ones."""
-    compile: bool = False
-    """Runs the model through `torch.compile`."""
     device: str | torch.device | None = None
     """Where the model moves; None is a GPU if there is one. Under torchrun a GPU without a number
     is the rank's own."""
-    parallel: str | None = None
-    """"ddp" or "fsdp", for the ranks of torchrun or of an initialized torch.distributed; None is
-    "ddp" if there are ranks, else a single process."""
     seed: int = 0
     """Seeds all random numbers, together with the rank; the program's own generators are restored
     at the end."""
@@ -104,6 +92,20 @@ class TrainConfig:
     """Processes that load a Dataset which is not in memory."""
     eval_every: int | None = None
     """Steps between evaluations; None evaluates after every epoch. The end is always evaluated."""
+    evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
+    """Called at each evaluation with the model in evaluation mode, without gradients; returns named
+    numbers, as {"auc": 0.9}, which `tracker` gets as "val/auc". Over ranks every rank calls it, and
+    the first one's numbers count."""
+    metric: str = "loss"
+    """The number that `keep_best` and `patience` compare: "loss", of `val_data`, or a name that
+    `evaluate` returns."""
+    mode: str = "min"
+    """"min" if a lower `metric` is better, "max" if a higher one is."""
+    patience: int | None = None
+    """The run ends after this many evaluations in a row without a better `metric`; NaN is none."""
+    on_evaluation: Callable[[int, dict[str, float]], object] | None = None
+    """Called after each evaluation with the step and the numbers, "loss" among them if there is
+    `val_data`; if it returns True, the run ends. Waits for the device."""
     log_every: int = 10
     """Steps between flushes to `tracker`, which wait for the device. At the same steps ranks
     exchange their losses, and whether one of them has received a signal."""
@@ -115,8 +117,9 @@ class TrainConfig:
     keep: int = 3
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False
-    """Writes a checkpoint at each new lowest validation loss, and keeps the best one beside the
-    newest; waits for the device at each evaluation. Without `val_data` it is a ValueError."""
+    """Writes a checkpoint at each new best `metric`, and keeps the best one with the newest; waits
+    for the device at each evaluation. Without `val_data`, which the loss needs, it is a
+    ValueError."""
     resume: bool = True
     """Resumes from the newest checkpoint; a run that has finished is a ValueError, unless
     `max_steps` or `epochs` is larger now. False starts anew, and removes the checkpoints in
@@ -159,9 +162,6 @@ class TrainConfig:
         for name, kind in _KINDS.items():
             fine = isinstance(getattr(self, name), kind)
             self._check(name, getattr(kind, "__name__", "a path"), fine=fine)
-        if self.optimizer != "adamw":
-            self._check("moments", "None: it is of optimizer='adamw'", fine=self.moments is None)
-            self._check("weights", "None: it needs optimizer='adamw'", fine=self.weights is None)
         alone = self.loss_fn is None or self.model_call is None
         self._check("loss_fn", "None beside a model_call, which has its own", fine=alone)
         self._check("device", "an available device", fine=self._has_device())
@@ -171,8 +171,6 @@ class TrainConfig:
             raise ValueError(str(error).replace("requested", "precision", 1)) from None
         expected = f"a name for one of {', '.join(AUTOCAST)}; a model of 16-bit parameters"
         self._check("precision", f"{expected} is trained in 32-true", fine=can_train)
-        fine = self.weights is None or self.effective_precision == "bf16-mixed"
-        self._check("precision", "'bf16-mixed' with weights='bfloat16'", fine=fine)
 
     @property
     def chosen_device(self) -> torch.device:

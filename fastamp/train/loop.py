@@ -13,9 +13,10 @@ from torch import nn
 
 from fastamp._progress import progress
 from fastamp.data import DataLoader
+from fastamp.train.batches import Batches
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
-from fastamp.train.ranks import join
+from fastamp.train.ranks import find_ranks
 from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
 from fastamp.train.run import Run
 from fastamp.train.signals import DEFERRED, Signals
@@ -32,12 +33,13 @@ def fine_tune(
        the log says "resumed at step N of M", on standard error unless logging is set up.
     2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
        autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
-       gradient is that of the mean over the step's targets, of all ranks, without those that are
-       -100 (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
+       gradient is that of the mean over the step's targets, without those that are -100
+       (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
        counts has gradients of 0, and NaN as its loss. The learning rate advances after a step that
        was taken; the loop learns of that one step later, without a wait.
-    3. After every epoch, or as often as the config says: evaluation in the same precision, and a
-       checkpoint.
+    3. After every epoch, or as often as the config says: evaluation in the same precision, with
+       `config.evaluate`, and a checkpoint. `config.patience` or `config.on_evaluation` may end the
+       run.
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
     and a checkpoint is written. A second signal acts at once, for a step that never ends, as when
@@ -46,14 +48,15 @@ def fine_tune(
     checkpoint is passed over with one warning. On a CPU a run that is interrupted or killed, and
     resumed, is bit-identical, except for random numbers that worker processes draw within an epoch.
 
-    Under torchrun, or where torch.distributed is initialized, every rank calls this with the same
-    arguments, and trains on its part of a Dataset or tensors, with DDP or FSDP2. A loader or an
-    iterable must yield the rank's part, and as many batches as on the other ranks. If there is no
-    process group yet, one is made, and destroyed at the end: an FSDP2 model stays sharded, and can
-    then no longer be called. Losses are means over all ranks' samples; only the first rank logs to
-    `config.tracker`; a signal to one rank is a signal to all.
+    Over ranks every rank calls this with the same arguments, and with a model on its device that is
+    in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
+    the ranks. A loader must yield the rank's part, as with `shard=True` or a DistributedSampler,
+    and as many batches as on the other ranks: `len` of it is compared when an epoch begins; without
+    one, you promise it. As in torch, gradients and training losses are means over the ranks, each
+    of its own targets; validation losses are means over all ranks' targets. Only the first rank
+    logs to `config.tracker`; a signal to one rank is a signal to all.
 
-    Checkpoints of ranks are folders that all ranks must be able to reach. The same number of ranks
+    All ranks must be able to read the folder of checkpoints. The same number of ranks
     resumes bit-identically, except for buffers, of which the first rank's are kept, and for DDP on
     more than two ranks, whose first sum may be rounded differently. Any other number of ranks can
     resume too, also with another batch size: with the rest of the epoch, at the same share of the
@@ -77,17 +80,17 @@ def fine_tune(
         Loss curves, norms, skipped steps, throughput and more.
 
     Raises:
-        CheckpointError: the newest whole checkpoint is of another model, optimizer, data or config,
-            or something in it is wrong; the message names the file and the entry, and only the
-            model's device has changed by then. Or all are damaged. Or a state holds an object that
-            is neither a tensor nor a plain value.
+        CheckpointError: the newest whole checkpoint is of another model, optimizer or config; only
+            the model's device has changed by then. Or all are damaged. Or a state holds an object
+            that is neither a tensor nor a plain value.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
         ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
-            shapes do not match, or a rank has fewer batches than others. Or the run in
-            `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it,
-            `resume=False` starts anew; the model has that run's weights then.
+            shapes do not match, ranks have unlike numbers of batches or a model that they do not
+            share. Or the run in `config.checkpoint_dir` has finished: more `max_steps` or `epochs`
+            continue it, another folder starts anew; the model has that run's weights then. Or the
+            folder has checkpoints, and `config.resume` is False.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
@@ -101,7 +104,8 @@ def fine_tune(
         if not isinstance(value, kind):
             msg = f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
             raise TypeError(msg)
-    with join(config) as ranks, modes_kept(model):
+    ranks = find_ranks(model)
+    with modes_kept(model):
         rng = rng_state([config.chosen_device])
         seed_all(config.seed, ranks.rank)
         if not model.training:
@@ -120,10 +124,10 @@ class _Loop(Run):
         self.n_samples, dtype = 0, AUTOCAST[self.precision]
         self.autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
         # DDP exchanges gradients in the last backward pass of a step only.
-        self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
+        self.no_sync: Any = self.model.no_sync if self.ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor, float]] = []  # with step and time, to be logged
         self.advance: Callable[..., object] = lambda: None
-        self.signals = Signals(enabled=self.checkpointer is not None)
+        self.signals = Signals(DEFERRED if self.checkpointer is not None else ())
 
     def train(self) -> TrainResult:
         """Train to the end."""
@@ -146,15 +150,31 @@ class _Loop(Run):
         while self.step < max_steps and self.epoch < epochs:
             if not self.has_ended:
                 self.data.set_epoch(self.epoch)
+            self._compare_lengths()
             batches = iter(() if self.has_ended else self.data)
             while self.step < max_steps and self._train_step(batches):
                 self._pause(config.eval_every, config.checkpoint_every)
                 if config.tracker is not None and self.step % config.log_every == 0:
                     self.tracker.flush()
+                if self.is_stopped:
+                    return
             if self.step < max_steps:
                 self.epoch, self.has_ended = self.epoch + 1, False
                 # What has no interval is due after every epoch.
                 self._pause(not config.eval_every, not config.checkpoint_every)
+                if self.is_stopped:
+                    return
+
+    def _compare_lengths(self) -> None:
+        """Raise a ValueError on all ranks if they have unlike numbers of batches."""
+        compared = {"train_data": self.data}
+        if self.ranks.mode == "fsdp" and self.held_out is not None:
+            compared["val_data"] = self.held_out  # ranks gather parameters for each of its batches
+        for name, data in compared.items() if self.ranks.mode is not None else ():
+            lengths = self.ranks.gather(data.n_batches)
+            if len({*lengths}) > 1:
+                msg = f"{name}: expected as many batches on every rank, got {lengths}"
+                raise ValueError(msg)
 
     def _pause(self, eval_every: int | None, save_every: int | None) -> None:
         """Evaluate and save if the step is a multiple of these, and obey a signal."""
@@ -162,7 +182,7 @@ class _Loop(Run):
             self._evaluate()
         saves = bool(save_every) and self.step % (save_every or 1) == 0
         saver = self.checkpointer
-        saves = saves or (saver is not None and saver._is_better(self.val_loss))
+        saves = saves or (saver is not None and saver._is_better(self.compared))
         received = None
         if saves or self.ranks.mode is None or self.step % self.config.log_every == 0:
             received = self._exchange()
@@ -202,10 +222,10 @@ class _Loop(Run):
         self.n_samples += sum(n for _, n in found)
         parts = [self._split(batch, n) for batch, n in found]
         del found  # `parts` are freed one by one
-        n_targets = self._count(parts)
+        n_targets = sum(n for *_, n in parts)
         if not parts:
             return False
-        self.step, self.val_loss = self.step + 1, math.nan
+        self.step, self.compared = self.step + 1, math.nan
         loss = self._accumulate(parts, n_targets)
         self.advance()
         self.losses.append((self.step, loss, time.time()))
@@ -223,37 +243,15 @@ class _Loop(Run):
             inputs, target = self.model_call.split_for(self.model, batch)
         return inputs, target, self.model_call.count(target, n_samples)
 
-    def _count(self, parts: list[Part]) -> Any:
-        """Return the mean number of targets that a rank has in a step.
-
-        Raises:
-            ValueError: this rank's data have ended before those of another one, which would wait.
-        """
-        n_targets = sum(n for *_, n in parts)
-        if self.ranks.mode is None:
-            return n_targets
-        counts = [n_targets, len(parts)]
-        mine = [torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in counts]
-        means = self.ranks.sum(mine) / self.ranks.count
-        if self.has_ended and means[1] != len(parts):  # else nothing waits for the device
-            has = f"rank {self.ranks.rank} has {len(parts)} batches left for step {self.step + 1}"
-            msg = f"train_data: {has}, others another number: each rank needs as many"
-            raise ValueError(msg)
-        return means[0]
-
     def _accumulate(self, parts: list[Part], n_targets: Any) -> torch.Tensor:
-        """Add up the gradients of the mean loss over a step's targets; return this rank's part.
-
-        Ranks may have batches of different lengths. DDP and FSDP2 average gradients over the ranks:
-        a batch has the weight of its targets in the mean number of targets of a rank.
-        """
+        """Add up the gradients of the mean loss over this rank's targets of a step; return it."""
         timer = self.timer
         mean: torch.Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
         while parts:
             inputs, target, n = parts.pop(0)
             with self.no_sync() if parts else nullcontext():
                 with timer("forward"), self.autocast:
-                    output = self.model_call.forward(self.trained, inputs)
+                    output = self.model_call.forward(self.model, inputs)
                     loss = share(self.model_call.loss(output, target), n, n_targets)
                 del inputs, target, output
                 with timer("backward"):
@@ -264,9 +262,43 @@ class _Loop(Run):
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        if self.held_out is None:
+        """Evaluate, log the numbers, and find out whether the run ends."""
+        if not self.evaluates:
             return
-        loader = self.held_out.loader
+        config, numbers = self.config, {}
+        if self.held_out is not None:
+            numbers["loss"] = self._mean_loss(self.held_out)
+        if config.evaluate is not None:
+            with self.timer("evaluate"), modes_kept(self.model):
+                self.model.eval()
+                named = config.evaluate(self.evaluated)
+            numbers |= self.ranks.gather({k: float(v) for k, v in named.items()})[0]
+        for name, value in numbers.items():
+            self.tracker.log_scalar(f"val/{name}", value, self.step)
+        self.evaluated_at = self.step
+        if self.compares and config.metric not in numbers:
+            msg = f"metric: expected one of {', '.join(numbers)}, got {config.metric!r}"
+            raise ValueError(msg)
+        if self.compares:
+            self._compare(float(numbers[config.metric]))
+        if config.on_evaluation is not None:
+            seen = {name: float(value) for name, value in numbers.items()}
+            stops = config.on_evaluation(self.step, seen) is True
+            self.is_stopped |= self.ranks.gather(stops)[0]
+
+    def _compare(self, value: float) -> None:
+        """Count the evaluations since the best one; with `patience` enough of them end the run."""
+        self.compared = value if self.config.keep_best else math.nan
+        sign = 1 if self.config.mode == "min" else -1
+        if sign * value < sign * self.best:
+            self.best, self.n_worse = value, 0
+        else:
+            self.n_worse += 1
+        self.is_stopped = self.n_worse >= (self.config.patience or math.inf)
+
+    def _mean_loss(self, data: Batches) -> torch.Tensor:
+        """Return the mean loss over all targets that count."""
+        loader = data.loader
         if isinstance(loader, DataLoader) and loader is not self.data.loader:
             loader.set_epoch(0)  # the same order each time, wherever the run was resumed
         # Metal has no float64.
@@ -274,7 +306,7 @@ class _Loop(Run):
         total, n_targets = torch.zeros((2,), dtype=torch.float64, device=device)
         with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()
-            for batch, n_samples in self.held_out:
+            for batch, n_samples in data:
                 inputs, target, n = self._split(batch, n_samples)
                 n = n if n_samples else 0  # else all are padding of this rank's share
                 with self.autocast:
@@ -283,11 +315,8 @@ class _Loop(Run):
                 total += share(loss, n, 1)
                 n_targets += n
             total, n_targets = self.ranks.sum([total, n_targets])
-        mean = total / n_targets
-        self.tracker.log_scalar("val/loss", mean, self.step)
-        self.evaluated_at = self.step
-        if self.config.keep_best:
-            self.val_loss = float(mean)
+        mean: torch.Tensor = total / n_targets
+        return mean
 
     def _make_result(self, elapsed_s: float) -> TrainResult:
         regions, known = self.timer.summary(), self.tracker.summary()
@@ -300,10 +329,12 @@ class _Loop(Run):
         training_s = elapsed_s - host_s.get("evaluate", 0) - host_s.get("checkpoint", 0)
         is_cuda = self.device.type == "cuda"
         mean_s = {name: stats.mean for name, stats in regions.items() if stats.count}
+        evaluated = {name[4:] for name in known if name.startswith("val/")} - {"loss"}
         return TrainResult(
             **curves,
+            metrics={name: Curve(*self.tracker.history(f"val/{name}")) for name in evaluated},
             steps=self.step,
-            best_checkpoint=None if self.checkpointer is None else self.checkpointer._best_path(),
+            best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             skipped_steps=self.schedule.n_skipped,
             precision=self.precision,
             samples_per_s=sum(self.ranks.gather(self.n_samples)) / training_s,

@@ -74,6 +74,8 @@ class TrainResult:
     """Mean over the targets of a step that count; NaN if none does."""
     val_loss: Curve
     """Mean over the validation set's targets that count, whatever the size of its batches."""
+    metrics: dict[str, Curve]
+    """The numbers of `TrainConfig.evaluate`, by name."""
     grad_norm: Curve
     """Before clipping; empty where it is not computed: without loss scaling and `max_norm`."""
     loss_scale: Curve

@@ -2,20 +2,19 @@
 
 import logging
 import math
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Logged
-from fastamp.step import AdamW, GradScaler
+from fastamp.step import GradScaler
 from fastamp.timer import Timer
 from fastamp.train.batches import Batches
-from fastamp.train.check import ANY, check, check_equal
 from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import TrainConfig
+from fastamp.train.fits import check_equal
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import Schedule, make_optimizer
 from fastamp.train.random_state import seed_all
@@ -23,7 +22,7 @@ from fastamp.train.ranks import Ranks
 
 # A run resumes only if these agree with the checkpoint's, and the precision does.
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
-_FIXED += ["warmup_steps"]
+_FIXED += ["warmup_steps", "metric", "mode"]
 _OF_RANKS = {"batch_size", "accumulate", "total_steps"}  # another number of ranks may change them
 _OF_LENGTH = {"total_steps", "warmup_steps"}  # a longer run may change them
 _LOG = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 class _Checkpointer(Checkpointer):
     """One whose errors name the arguments of a TrainConfig."""
 
-    _argument, _anew = "checkpoint_dir", "resume=False starts anew"
+    _argument, _anew = "checkpoint_dir", "another checkpoint_dir starts anew"
 
 
 class Run:
@@ -41,8 +40,10 @@ class Run:
     def __init__(
         self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig, ranks: Ranks
     ) -> None:
-        if config.keep_best and val_data is None:
-            msg = "keep_best: expected val_data, whose loss says which is best, got None"
+        compares = "keep_best" if config.keep_best else "patience"
+        self.compares = config.keep_best or config.patience is not None
+        if self.compares and val_data is None and config.metric == "loss":
+            msg = f"{compares}: expected val_data, whose loss says which is best, got None"
             raise ValueError(msg)
         self.config, self.model, self.ranks = config, model, ranks
         self.device, self.precision = config.chosen_device, config.effective_precision
@@ -51,11 +52,10 @@ class Run:
         if val_data is not None:
             self.held_out = Batches("val_data", val_data, config, ranks, shuffle=False)
         self.total = self._count_steps()
-        if config.weights is not None:
-            for parameter in model.parameters():
-                if parameter.dtype == torch.float32:
-                    parameter.data = parameter.data.bfloat16()
-        self.trained, self.evaluated = ranks.spread(model, config)
+        if ranks.mode is None:
+            model.to(self.device)
+        # In evaluation DDP's own call would exchange buffers.
+        self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
         self.model_call = config.model_call or ModelCall(config.loss_fn)
         if type(self.model_call).__call__ is not ModelCall.__call__:
             name = type(self.model_call).__name__
@@ -65,10 +65,7 @@ class Run:
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         if ranks.mode == "fsdp" and config.max_norm is None:
             options["fused"] = None  # torch's fused SGD and Adagrad do not support DTensors
-        kind = config.optimizer
-        if config.moments is not None or config.weights is not None:
-            kind = partial(AdamW, **options, moments=config.moments or "float32")
-        self.optimizer = make_optimizer(model, kind, loss=self.loss, **options)
+        self.optimizer = make_optimizer(model, config.optimizer, loss=self.loss, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(
             self.optimizer, self.scaler, lambda n: config.lr_factor(n, self.total)
@@ -78,7 +75,9 @@ class Run:
         self.step = self.epoch = self.evaluated_at = 0
         self.has_ended = False  # no batch is left in the pass; its last step may not be done yet
         self.saved_at: tuple[int, ...] = ()
-        self.val_loss = math.nan  # of this step, with `keep_best`
+        self.compared = math.nan  # the metric of this step, if it was evaluated and is compared
+        self.best = math.inf if config.mode == "min" else -math.inf  # until the first evaluation
+        self.n_worse, self.is_stopped = 0, False
         self.checkpointer = None
         if config.checkpoint_dir is not None:
             self.checkpointer = self._make_checkpointer(config.checkpoint_dir)
@@ -96,32 +95,31 @@ class Run:
             return
         self.schedule.read_flag()  # the optimizer's state has the rate, too
         with self.timer("checkpoint"):
-            self.checkpointer.save(self.step, metric=self.val_loss)
+            self.checkpointer.save(self.step, metric=self.compared)
         self.saved_at = self.place
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the run itself."""
         own = {"precision": self.precision, "total_steps": self.total}
         config = own | {name: getattr(self.config, name) for name in _FIXED}
-        return {"config": config, "place": self.place, "has_ended": self.has_ended}
+        state = {"config": config, "place": self.place, "has_ended": self.has_ended}
+        return state | {"best": self.best, "n_worse": self.n_worse}
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
-        like = self.state_dict()
-        check(state, like | {"config": ANY}, "state")
         as_many = self.checkpointer is None or self.checkpointer._as_many
-        theirs, ours, at = state["config"], like["config"], "state['config']"
-        total = theirs.get("total_steps") if isinstance(theirs, dict) else None
-        is_shorter = type(total) is int and 0 <= total < (self.total or 0)
+        theirs, ours = state["config"], self.state_dict()["config"]
+        is_shorter = (theirs["total_steps"] or math.inf) < (self.total or 0)
         of_length = _OF_LENGTH if is_shorter else set()
-        check_equal(theirs, ours, at, of_length if as_many else _OF_RANKS)
-        check(total, self.total, f"{at}['total_steps']")
+        check_equal(theirs, ours, of_length if as_many else _OF_RANKS)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.saved_at, self.has_ended = state["place"], state["has_ended"]
         self.former_total = state["config"]["total_steps"]
         self.step, self.epoch, self.evaluated_at = self.saved_at
+        self.best, self.n_worse = state["best"], state["n_worse"]
+        self.is_stopped = self.n_worse >= (self.config.patience or math.inf)
 
     def _find_loss(self) -> nn.Module | None:
         """Return the loss on the run's device if it is a module with tensors of its own.
@@ -153,11 +151,17 @@ class Run:
         parts: dict[str, Any] = {"run": self, "model": self.model, "optimizer": self.optimizer}
         parts |= {"loader": self.data, "scaler": self.scaler, "scheduler": self.schedule}
         parts |= {} if self.loss is None else {"loss_fn": self.loss}
-        parts |= {"tracker": self.tracker, "best": "min" if self.config.keep_best else None}
+        parts |= {
+            "tracker": self.tracker,
+            "best": self.config.mode if self.config.keep_best else None,
+        }
         checkpointer = _Checkpointer(folder, keep=self.config.keep, **parts)
         checkpointer._devices = [self.device]
-        if not self.config.resume:
-            checkpointer._store.paths = []
+        newest = checkpointer._folder.newest()
+        if newest is not None and not self.config.resume:
+            has = f"{checkpointer._folder.title} has the checkpoint of step {newest}"
+            msg = f"resume: expected True, as {has}; another folder starts anew"
+            raise ValueError(msg)
         return checkpointer
 
     def _resume(self, checkpointer: Checkpointer) -> None:
@@ -176,15 +180,15 @@ class Run:
                 self.schedule.rescale(former, self.total)
         at = f"step {step} of {self._length()}"
         if self.has_finished:
-            remedy = "more max_steps or epochs continue it, resume=False starts anew"
-            msg = f"{checkpointer._store.title}: nothing is left to train at {at}: {remedy}"
+            remedy = "more max_steps or epochs continue it, another checkpoint_dir starts anew"
+            msg = f"{checkpointer._folder.title}: nothing is left to train at {at}: {remedy}"
             raise ValueError(msg)
         said = f"resumed at {at}"
         if checkpointer._as_many and self.total != former:
             self.schedule.set_lr()
             said += f", a longer run than {former}: its next learning rate is {self.schedule.lr:g}"
         if self.ranks.rank == 0:
-            _LOG.warning("%s: %s", checkpointer._store.title, said)
+            _LOG.warning("%s: %s", checkpointer._folder.title, said)
 
     @property
     def has_finished(self) -> bool:
@@ -194,7 +198,13 @@ class Run:
             has_trained = self.epoch >= config.epochs
         else:
             has_trained = self.step >= config.max_steps
-        return has_trained and (self.held_out is None or self.evaluated_at == self.step)
+        has_trained = has_trained or self.is_stopped
+        return has_trained and (not self.evaluates or self.evaluated_at == self.step)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate."""
+        return self.held_out is not None or self.config.evaluate is not None
 
     def _hand_on(self, scalars: list[Logged]) -> None:
         """Pass our tracker's scalars on to the user's."""
@@ -220,7 +230,6 @@ class Run:
         config = self.config
         if config.max_steps is not None:
             return config.max_steps
-        try:
-            return config.epochs * math.ceil(len(self.data.loader) / config.accumulate)
-        except TypeError:
+        if self.data.n_batches is None:
             return f"{config.epochs} epochs"
+        return config.epochs * math.ceil(self.data.n_batches / config.accumulate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastamp.bench import apart, cores, doctor, job_table, measure
+from fastamp.bench import apart, cores, measure
 from fastamp.bench.race import Plan
 
 
@@ -12,8 +12,7 @@ from fastamp.bench.race import Plan
 def _here(monkeypatch, request):
     """Make no processes, unless a test asks for them, few builds, and count no neighbours."""
     monkeypatch.setattr(cores, "_read", dict)
-    for module in (measure, job_table, doctor):
-        monkeypatch.setattr(module, "PLAN", Plan(rounds=8, build_s=0.01, builds=(3,)))
+    monkeypatch.setattr(measure, "PLAN", Plan(rounds=8, build_s=0.01, builds=(3,)))
     if "processes" not in request.fixturenames:
         monkeypatch.setattr(apart, "run_apart", lambda work, *args: work(*args))
 

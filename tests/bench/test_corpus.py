@@ -66,7 +66,7 @@ def test_the_standard_library_is_read_without_third_party_code_and_tests(tmp_pat
 
 
 def test_no_validation_byte_is_ever_trained_on_and_all_windows_are_scored_once(corpus):
-    model, data, _, options = language.make_gpt("cpu", 0, shape=SHAPE, batch_size=24, corpus=corpus)
+    model, data, _, options = language.make_model(0, SHAPE, 24, corpus)
     seen = torch.cat([torch.cat(data[window]) for window in range(len(data))])
     assert seen.max() == 99
     assert options["batch_size"] == 24

@@ -141,12 +141,11 @@ def test_a_pipe_is_written_directly(tmp_path):
     ("target", "reason"),
     [("pipe", "Broken pipe"), ("/dev/full", "No space left on device")],
 )
-@pytest.mark.parametrize("command", ["step", "amp"])
+@pytest.mark.parametrize("command", ["step", "train"])
 def test_an_output_that_nobody_takes_is_one_line_and_status_2(command, target, reason, tmp_path):
     words = [*COMMAND, "--json", str(tmp_path / "found")]
-    if command == "amp":
-        (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
-        words = ["amp", "--data", str(tmp_path / "text"), "--device", "cpu"]
+    if command == "train":
+        words = ["rl", "--device", "cpu"]
     code = f"""
 import os, sys
 from fastamp.bench import step

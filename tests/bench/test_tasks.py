@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support.processes import run_python
 from torch import nn
 
-from fastamp.bench import advice, environment, measure, peaks, targets, tasks, where
+from fastamp.bench import environment, measure, tasks, where
 from fastamp.bench.__main__ import main
-from fastamp.bench.race import Build, Interval, Race, Visit
-from fastamp.bench.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HEAD = """
@@ -49,10 +45,8 @@ BROKEN = {
     "return model, data, loss, []": "options: expected a dict, got []",
     "return model, data, loss, {'lr': 1}": "options: expected some of optimizer, evaluate,",
     "return model, data, loss, {'batch_size': 0}": "options['batch_size']: expected an integer",
-    "return model, data, loss, {'dtype': 'bf16'}": "options['dtype']: expected torch.bfloat16,",
-    "return model, data, loss, {'accumulate': 1.5}": "options['accumulate']: expected an integer",
-    "return model, data, loss, {'schedule': 1}": "options['schedule']: expected a function of an",
-    "return model, data, loss, {'arms': [1]}": "options['arms']: expected a dict of changes",
+    "return model, data, loss, {'dtype': 'bf16'}": "options: expected some of optimizer, evaluate,",
+    "return model, data, loss, {'arms': {}}": "options: expected some of optimizer, evaluate,",
     "return model, data, loss, {'max_norm': 0}": "options['max_norm']: expected a number above 0",
     "return model, 5, loss": "dataset: expected what a DataLoader takes, or an iterable",
     "return model, iter([1]), loss": "dataset: expected an iterable of batches",
@@ -72,11 +66,7 @@ BROKEN = {
     " RuntimeError: element 0 of tensors does not require grad",
     "other = nn.Linear(1, 1); return model, data, loss, {'optimizer': lambda _:"
     " torch.optim.SGD(other.parameters())}": "options['optimizer']: expected parameters of the"
-    " model that it is called with, a copy for each arm, got others",
-    "return model, data, loss, {'optimizer': lambda _: torch.optim.SGD(model.parameters())}": "opti"
-    "ons['optimizer']: expected parameters of the model that it is called with",
-    "model.bias.requires_grad_(False); return model, data, loss, {'optimizer': lambda m:"
-    " torch.optim.SGD([m.bias])}": "loss: expected a gradient of a parameter of the optimizer, got",
+    " model that it is called with, got others",
     "return model, data, loss, {'optimizer': fail}": "options['optimizer']: its call raised",
     "return model, data, loss, {'optimizer': lambda m: m}": "options['optimizer']: expected an"
     " optimizer from its call, or a list of them, got Linear",
@@ -93,52 +83,40 @@ BROKEN = {
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Measure memory in this process, on a CPU that is fast at everything."""
-    monkeypatch.setattr(measure, "peak_memory", peaks.measure_peak)
+    """Race on a CPU that is fast at everything."""
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     monkeypatch.setattr(where, "BLOCKS", 3)
 
 
 def run(path, *options):
-    """Run the main job on a task; return its status, record and what it printed."""
+    """Race a task; return its record."""
     found = path.parent / f"{path.stem}.json"
-    words = ["--task", f"{path}:make", "--device", "cpu", "--json", str(found), *options]
+    words = [str(path), "--device", "cpu", "--json", str(found), *options]
     assert main(words) == 0
     return json.loads(found.read_text())
 
 
-def test_the_example_of_the_help_is_a_task_that_is_measured_like_the_gpt(quick, tmp_path, capsys):
+def test_the_example_of_the_help_is_a_task(quick, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["amp", "--help"])
+        main(["train", "--help"])
     assert tasks.EXAMPLE in capsys.readouterr().out
     assert len(tasks.EXAMPLE.splitlines()) <= 15
     path = tmp_path / "of_the_help.py"
     path.write_text(tasks.EXAMPLE)
     saved = run(path, "--steps", "8", "--report", str(tmp_path / "page.html"))
     assert saved["job"] == {
-        "task": f"{path}:make",
+        "task": str(path),
         "device": "cpu",
-        "precision": "bf16",
-        "batch_size": 128,
+        "precisions": ["fp32", "bf16"],
+        "arms": [],
+        "batch_size": None,
         "steps": 8,
         "seed": 0,
     }
-    judged = [each for each in saved["measurements"] if each["target"] != [None, None]]
-    assert [each["name"] for each in judged] == [
-        "speedup",
-        "memory saving",
-        "accuracy gap",
-    ]
-    assert judged[2]["interval"]["value"] < 0.1
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[-1] == saved["sentence"]
     assert saved["sentence"] in (tmp_path / "page.html").read_text()
-    # A result of its own is no regression; that of another size cannot be compared.
-    held = ["--steps", "8", "--baseline", str(tmp_path / "of_the_help.json")]
-    words = ["--task", f"{path}:make", "--device", "cpu", *held]
-    assert main([*words, "--fail-on", "speedup:-99%"]) == 0
-    assert main([*words, "--batch-size", "64"]) == 3
-    assert "batch_size is 128, not 64" in capsys.readouterr().err
+    words = [str(path), "--device", "cpu", "--steps", "8"]
+    held = ["--baseline", str(tmp_path / "of_the_help.json"), "--fail-on", "speedup:-99%"]
+    assert main([*words, *held]) == 0  # a result of its own is no regression
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "classifier", "hugging_face"])
@@ -151,39 +129,12 @@ def test_other_peoples_scripts_are_tasks_of_twenty_lines(quick, name, tmp_path, 
     path = tmp_path / f"task_{name}.py"
     path.write_text(source.replace("layers=4, heads=4, width=128", "layers=1, heads=2, width=16"))
     saved = run(path, "--steps", "8")
-    _, *lean, stock, ours = (curve[0] for curve in saved["losses"].values())
-    assert len(lean) == (name != "classifier")  # whose optimizer is no Adam
-    assert lean == [pytest.approx(stock, rel=0.05)] * len(lean)
-    assert ours == pytest.approx(stock, rel=1e-5)  # both drop out the same
+    first = {arm: curve[0] for arm, curve in saved["losses"].items()}
+    assert [*first] == ["torch fp32", "fastamp fp32", "torch bf16", "fastamp bf16"]
+    assert first["fastamp bf16"] == pytest.approx(first["torch bf16"], rel=1e-5)  # same dropout
+    assert first["torch bf16"] == pytest.approx(first["torch fp32"], rel=0.05)
     assert all(math.isfinite(loss) for curve in saved["losses"].values() for loss in curve)
-    gap = next(m for m in saved["measurements"] if m["name"] == "accuracy gap")
-    assert ("no function that evaluates" in gap["reason"]) == (name != "classifier")
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "said"),
-    [
-        ("SGD(m.parameters())", "options['optimizer']: expected torch's AdamW, or its Adam"),
-        (
-            "Adam(m.parameters(), weight_decay=1)",
-            "options['optimizer']: expected torch's AdamW, or",
-        ),
-        ("AdamW(m.parameters(), amsgrad=True)", "options['optimizer']: fastamp.AdamW in its place"),
-        ("Adam(m.parameters())", None),
-    ],
-)
-def test_lean_is_left_out_where_the_optimizer_is_not_adamw(quick, optimizer, said, tmp_path):
-    path = tmp_path / f"lean_{len(optimizer)}.py"
-    body = f"return model, data, loss, {{'optimizer': lambda m: torch.optim.{optimizer}}}"
-    path.write_text(f"{HEAD}\ndef make(*_):\n    {body}\n")
-    saved = run(path, "--steps", "8")
-    assert [*saved["losses"]] == ["fp32", *(["lean"] if said is None else []), "amp", "amp+fastamp"]
-    (note,) = (note for note in saved["notes"] if note.startswith("lean: "))
-    assert note.startswith(f"lean: n/a; {said}" if said else "lean: bfloat16 weights")
-    assert [each["arm"] for each in saved["measurements"] if each["name"] == "speedup"] == [
-        "amp+fastamp"
-    ]
 
 
 def test_a_broken_task_is_one_line_that_names_the_part_and_status_2(quick, tmp_path, capsys):
@@ -191,11 +142,11 @@ def test_a_broken_task_is_one_line_that_names_the_part_and_status_2(quick, tmp_p
         path = tmp_path / f"broken_{place}.py"
         path.write_text(f"{HEAD}\ndef make(device, seed):\n    {body}\n")
         try:
-            status = main(["--task", f"{path}:make", "--device", "cpu", "--steps", "3"])
+            status = main([f"{path}:make", "--device", "cpu", "--steps", "3"])
         except SystemExit as ended:
             status = ended.code
         *trace, line = capsys.readouterr().err.splitlines()
-        prefix = f"python -m fastamp.bench amp: error: argument task: '{path}:make' breaks its"
+        prefix = f"python -m fastamp.bench train: error: argument task: '{path}:make' breaks its"
         assert line.startswith(f"{prefix} contract: {wanted}"), (body, line)
         assert status == 2
         if "of the user's own" in line:
@@ -225,20 +176,18 @@ def test_a_task_that_cannot_be_found_is_a_bad_argument(tmp_path, capsys):
         "no.such.module:make": "its import raised ModuleNotFoundError: No module named 'no'",
     }.items():
         with pytest.raises(SystemExit) as ended:
-            main(["--task", task])
+            main([task])
         assert ended.value.code == 2
         assert wanted in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_options_of_the_gpt_are_for_the_gpt_alone(tmp_path, capsys):
+def test_a_batch_size_is_for_a_dataset_alone(tmp_path, capsys):
     path = tmp_path / "with_loader.py"
     batches = f"{HEAD}\ndef make(*_):\n    return model, torch.utils.data.DataLoader(data), loss\n"
     path.write_text(batches)
-    for option in ("--data x", "--batch-size 2"):
-        with pytest.raises(SystemExit) as ended:
-            main(["--task", f"{path}:make", *option.split()])
-        assert ended.value.code == 2
-        assert f"argument {option.split()[0]}: " in capsys.readouterr().err
+    assert main([str(path), "--batch-size", "2", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "--batch-size: expected a dataset: the task has a loader of its own" in said
 
 
 MAIN = """
@@ -270,7 +219,7 @@ def make(device, seed):
     model.forward = forward
     return model, {batches}, loss
 """)
-    done = run_python(MAIN, "--task", "dies.py:make", "--device", "cpu", cwd=tmp_path)
+    done = run_python(MAIN, "dies.py:make", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 2
     assert line in done.stderr.splitlines()[-1]
     assert ("in fail" in done.stderr) == ("fail" in body)
@@ -323,168 +272,31 @@ ONCE = "import sys; assert not sys.imported, 'twice'; sys.imported.append(True)"
     ids=["changes the folder", "moves when imported", "is imported once"],
 )
 def test_a_task_that(quick, head, body, tmp_path, monkeypatch):
+    train = measure._train
+
     def elsewhere(*args):
         if head != ONCE:
             tasks.find_make.cache_clear()  # as in another process
-            sys.modules.pop("moves")
-        return peaks.measure_peak(*args)
+            sys.modules.pop("moves", None)
+        return train(*args)
 
-    monkeypatch.setattr(measure, "peak_memory", elsewhere)
+    monkeypatch.setattr(measure, "_train", elsewhere)
     monkeypatch.setattr(sys, "imported", [], raising=False)
     monkeypatch.delitem(sys.modules, "moves", raising=False)
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "moves.py").write_text(f"{head}{HEAD}\ndef make(*_):\n    {body}\n")
     monkeypatch.chdir(tmp_path)
     found = tmp_path / "found.json"
-    words = ["--task", "inner/moves.py:make", "--device", "cpu", "--json", str(found)]
+    words = ["inner/moves.py", "--device", "cpu", "--json", str(found)]
     assert main([*words, "--steps", "3"]) == 0
     saved = json.loads(found.read_text())
-    assert saved["job"]["task"] == "inner/moves.py:make"
+    assert saved["job"]["task"] == "inner/moves.py"
     assert saved["details"]["parameters"] == 15
 
 
-def test_rates_are_of_all_samples_where_batches_differ(quick, tmp_path, capsys):
+def test_batches_of_several_sizes_are_named(quick, tmp_path, capsys):
     path = tmp_path / "ragged.py"
     body = "return model, torch.utils.data.DataLoader(data, 24), loss"
     path.write_text(f"{HEAD}\ndef make(*_):\n    {body}\n")
-    saved = run(path, "--steps", "8")
+    run(path, "--steps", "8")
     assert "8 steps of 16 to 24 samples" in capsys.readouterr().out
-    time_s = saved["races"]["training"]["arms"]["amp"]["time_s"]["median"]
-    mean = (24 + 24 + 16 + 24 + 24 + 16 + 24 + 24) / 8
-    assert saved["details"]["samples_per_s"]["amp"] == pytest.approx(mean / time_s)
-
-
-def test_an_evaluation_of_another_length_for_each_arm_breaks_the_contract(quick, tmp_path, capsys):
-    path = tmp_path / "grows.py"
-    lines = "seen = []\ndef grow(_):\n    seen.append(0.5); return seen\n"
-    body = "return model, data, loss, {'evaluate': grow}"
-    path.write_text(f"{HEAD}\n{lines}def make(*_):\n    {body}\n")
-    assert main(["--task", f"{path}:make", "--device", "cpu", "--steps", "3"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "options['evaluate']: expected as many numbers for each arm, " in said
-
-
-# Where the time goes, and the sentence
-
-
-def test_every_part_of_a_step_is_timed_once_a_step_on_batches_of_its_own(
-    quick, tmp_path, monkeypatch
-):
-    path = tmp_path / "timed.py"
-    path.write_text(f"{HEAD}\ndef make(*_):\n    return model, data, loss, {{'batch_size': 8}}\n")
-    timers = []
-
-    class Timer(where.fastamp.Timer):
-        def __init__(self, device):
-            super().__init__(device)
-            timers.append(self)
-
-    seen, step = [], Trainer.train_step
-
-    def spy(trainer, batch, region):
-        seen.append((isinstance(region, Timer), batch[0].sum().item()))
-        step(trainer, batch, region)
-
-    monkeypatch.setattr(Trainer, "train_step", spy)
-    monkeypatch.setattr(measure, "MOST_STEPS", 5)
-    monkeypatch.setattr(measure, "VISIT_S", 1e9)
-    monkeypatch.setattr(where.fastamp, "Timer", Timer)
-    saved = run(path, "--steps", "64")
-    counts = [{name: s.count for name, s in timer.summary().items()} for timer in timers]
-    counts = [count for count in counts if count]  # those of trainers time nothing
-    assert sorted(count.pop("step") for count in counts) == [5] * 6 + [10] * 6  # zero_grad inside
-    assert counts == [{"data": 5, "forward": 5, "backward": 5}] * 12
-    drawn = [batch for is_timed, batch in seen if is_timed]
-    assert len(drawn) == 60
-    assert all(a != b for a, b in itertools.pairwise(drawn))
-    for arm, profile in saved["details"]["profiles"].items():
-        parts = {name: part["value"] for name, part in profile["parts"].items()}
-        assert all(value > 0 for value in parts.values())
-        assert (profile["syncs"], profile["steps"]) == (0, 3 * 5)
-        median_s = saved["races"]["training"]["arms"][arm]["time_s"]["median"]
-        assert sum(parts.values()) - parts["data"] == pytest.approx(median_s)
-    facts = saved["details"]["profiles"]["amp"]["facts"]
-    assert (facts["loader"], facts["dataset"]) == ("torch.DataLoader", "TensorDataset")
-    assert (facts["optimizer"], facts["fused"], facts["dtype"]) == ("AdamW", True, "bfloat16")
-
-
-def test_a_step_that_stalls_once_changes_no_part_of_the_median_step():
-    block = {"data": 0.5, "forward": 0.2, "backward": 0.5, "step": 0.2, "all": 1.0}
-    stalled = {"data": 9.0, "forward": 0.2, "backward": 30.0, "step": 0.2, "all": 31.0}
-    parts = where.split_step([block, block, stalled, block, block], 2.0, "cpu")
-    values = {name: part.value for name, part in parts.items()}
-    assert values == pytest.approx(
-        {"data": 0.5, "forward": 0.4, "backward": 1.0, "step": 0.4, "other": 0.2}
-    )
-    assert all(part.low <= part.value <= part.high for part in parts.values())
-    assert "waits" in where.split_step([block] * 3, 2.0, "cuda")
-
-
-def results(amp, ours, *, peaks_=(100, 50)):
-    """Return what a race found: builds of equal times as fast as FP32."""
-    visits = {"fp32": Visit(1.0), "amp": Visit(1 / amp), "amp+fastamp": Visit(1 / amp / ours)}
-    return SimpleNamespace(
-        race=Race(arms=[*visits], builds=[Build(arms=[*visits], rounds=[visits] * 2)] * 5),
-        peaks={"fp32": peaks_[0] * 2**20, "amp": peaks_[1] and peaks_[1] * 2**20},
-        batch_sizes=[4] * 24,
-        memory_batch=None,
-    )
-
-
-def say(found, advice_, limit=math.inf):
-    """Return the sentence where data take no time."""
-    ratio = found.race.ratio("amp+fastamp", "amp")
-    return targets.say_in_words(found, advice_, ratio, limit)
-
-
-def test_one_sentence_says_it_all():
-    loader = advice.Advice(
-        part="loader", what="x", gain=Interval(value=1.2, low=1.0, high=1.5), why="waits"
-    )
-    nothing = advice.Advice(part="nothing", what="nothing", gain=Interval.exact(1.0), why="")
-    step = advice.Advice(part="step", what="x", gain=Interval.exact(1.1), why=advice.RACED)
-    assert say(results(1.86, 1.01), [step, loader]) == (
-        "Mixed precision makes this model 1.86x as fast on this machine and halves its memory; "
-        "fastamp adds 1 %; your loader is next to mend: up to 1.50x."
-    )
-    assert "; fastamp adds 102 %; " in say(results(1.86, 2.02), [nothing])
-    assert say(results(0.5, 0.98, peaks_=(100, 120)), [nothing]) == (
-        "Mixed precision makes this model 0.50x as fast on this machine and takes 20 % more memory;"
-        " fastamp costs 2 %; nothing else would make a step faster by 2 %."
-    )
-    both = results(1.0, 1.0)
-    both.memory_batch = 40
-    assert say(both, [nothing]) == (
-        "Mixed precision changes the speed of this model by less than 2 % on this machine and "
-        "halves its memory at batches of 40, not 4; fastamp adds less than 2 %; nothing else would "
-        "make a step faster by 2 %."
-    )
-
-
-def test_what_cannot_be_told_is_not_called_nothing():
-    nothing = advice.Advice(part="nothing", what="nothing", gain=Interval.exact(1.0), why="")
-    wide = results(1.0, 1.0, peaks_=(100, None))
-    other = wide.race.builds[0].rounds[0] | {"amp": Visit(2.0)}
-    wide.race.builds[1] = Build(arms=wide.race.arms, rounds=[other] * 2)
-    said = say(wide, [nothing])
-    assert said.startswith("Cannot tell whether mixed precision is faster here (0.87x [")
-    assert "; what fastamp adds cannot be told (1.15x [" in said
-    assert "memory" not in said
-    few = results(0.93, 1.0)
-    del few.race.builds[2:]
-    assert say(few, [nothing]).startswith(
-        "Cannot tell whether mixed precision is faster here (0.93x"
-    )
-
-
-def test_a_gain_beyond_the_share_of_the_step_is_called_noise():
-    nothing = advice.Advice(part="nothing", what="nothing", gain=Interval.exact(1.0), why="")
-    parts = {"step": Interval.exact(0.039), "forward": Interval.exact(0.961)}
-    limit = advice.Profile(device="cpu", steps=6, parts=parts).limit("step")
-    assert limit == pytest.approx(1 / 0.961)
-    said = say(results(1.5, 1.74), [nothing], limit)
-    assert (
-        "; what fastamp adds cannot be told: 1.74x is noise, since what it replaces takes" in said
-    )
-    assert "3.9 % of the time: 1.04x at most" in said
-    assert "; fastamp adds 3 %; " in say(results(1.5, 1.03), [nothing], limit)

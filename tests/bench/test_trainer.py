@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import fastamp
-from fastamp.bench import measure, tasks, text, trainer
+from fastamp.bench import tasks, text
+from fastamp.bench.arms import Arm
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.jobs import language
-from fastamp.bench.trainer import Config, Trainer
+from fastamp.bench.trainer import Trainer
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
-JOB = measure.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)
 
 
 @pytest.fixture
@@ -36,13 +36,14 @@ def draw_batches(corpus):
 
 @pytest.fixture
 def training(corpus):
-    make = partial(language.make_gpt, shape=SHAPE, batch_size=4, corpus=corpus)
+    make = lambda _, seed: language.make_model(seed, SHAPE, 4, corpus)  # noqa: E731
     return tasks.make_training(make, "cpu", 0)
 
 
-def begin(training, **config):
+def begin(training, **arm):
     """Return a trainer over a copy of the model."""
-    return Trainer(Config(name="", **config), tasks.with_copy(training), "cpu")
+    own = replace(training, model=copy.deepcopy(training.model))
+    return Trainer(Arm(name="", task="", **arm), own, "cpu")
 
 
 def test_a_byte_changes_no_prediction_before_it():
@@ -60,15 +61,15 @@ def test_a_byte_changes_no_prediction_before_it():
 def test_autocast_reaches_the_residual_stream(training):
     seen = []
     tokens = torch.zeros(1, 16, dtype=torch.int64)
-    for arm in JOB.list_arms():
-        run = begin(training, precision=arm.precision)
+    for precision in ("fp32", "bf16"):
+        run = begin(training, precision=precision)
         run.model.norm.register_forward_hook(lambda _module, args, _out: seen.append(args[0].dtype))
         with run.autocast():
             run.model(tokens)
-    assert seen == [torch.float32, *[torch.bfloat16] * 3]
+    assert seen == [torch.float32, torch.bfloat16]
 
 
-def test_the_fp32_arm_is_a_plain_loop_to_the_last_bit(corpus, training):
+def test_torchs_arm_is_a_plain_loop_to_the_last_bit(corpus, training):
     model = training.model
     torch.nn.init.normal_(model.head.weight)  # steep enough for the clip to act
     run = begin(training)
@@ -86,26 +87,27 @@ def test_the_fp32_arm_is_a_plain_loop_to_the_last_bit(corpus, training):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_every_step_ends_at_the_same_weights_and_frees_the_gradients(corpus, training, precision):
+def test_both_steps_end_at_the_same_weights_and_fastamps_frees_gradients(
+    corpus, training, precision
+):
     torch.nn.init.normal_(training.model.head.weight, std=0.3)  # steep enough for the clip to act
     batch = next(draw_batches(corpus))
     ends = {}
-    for step in trainer.STEPS:
-        run = begin(training, step=step, precision=precision)
+    for is_ours in (False, True):
+        run = begin(training, is_ours=is_ours, precision=precision)
         steps = 2 if precision == "fp32" else 1  # Adam magnifies the rounding of tiny gradients
         run.train([batch] * steps)
         assert run.scaler.is_enabled() == (precision == "fp16")
-        assert isinstance(run.scaler, fastamp.GradScaler) == (step == "fastamp")
+        assert isinstance(run.scaler, fastamp.GradScaler) == is_ours
         assert not run.has_skipped()
-        assert all((p.grad is None) == (step == "fastamp") for p in run.parameters)
-        ends[step] = torch.cat([p.detach().flatten() for p in run.parameters])
-    for step in ("naive", "fastamp"):
-        torch.testing.assert_close(ends[step], ends["stock"], rtol=1e-4, atol=1e-5)
+        assert all((p.grad is None) == is_ours for p in run.parameters)
+        ends[is_ours] = torch.cat([p.detach().flatten() for p in run.parameters])
+    torch.testing.assert_close(ends[True], ends[False], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("step", trainer.STEPS)
-def test_every_step_clips_what_the_optimizer_holds_and_no_other_parameter(step, precision):
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_every_step_clips_what_the_optimizer_holds_and_no_other_parameter(is_ours, precision):
     torch.manual_seed(0)
     body, head = nn.Linear(8, 4), nn.Linear(4, 1)
     model, rows = nn.Sequential(body, head), 100 * torch.randn(16, 8)
@@ -117,7 +119,7 @@ def test_every_step_clips_what_the_optimizer_holds_and_no_other_parameter(step, 
             optimizer=lambda model: torch.optim.SGD(model[1].parameters(), lr=1.0),
             max_norm=0.1,
         ),
-        step=step,
+        is_ours=is_ours,
         precision=precision,
     )
     run.scaler = type(run.scaler)("cpu", init_scale=2.0, enabled=precision == "fp16")
@@ -128,9 +130,22 @@ def test_every_step_clips_what_the_optimizer_holds_and_no_other_parameter(step, 
     assert moved.norm().item() == pytest.approx(0.1, rel=1e-3)
 
 
-@pytest.mark.parametrize("step", ["stock", "fastamp"])
-def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, training, step):
-    run = begin(training, step=step, precision="fp16")
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_several_optimizers_are_clipped_to_one_norm(is_ours):
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1)), 100 * torch.randn(16, 8)
+    make = lambda model: [torch.optim.SGD(each.parameters(), lr=1.0) for each in model]  # noqa: E731
+    whole = {"loss": functional.mse_loss, "optimizer": make, "max_norm": 0.1}
+    run = begin(tasks.Training(model=model, data=[], **whole), is_ours=is_ours)
+    run.train([(rows, torch.zeros(16, 1))])
+    pairs = zip(run.model.parameters(), model.parameters(), strict=True)
+    moved = torch.cat([(new - old).detach().flatten() for new, old in pairs])
+    assert moved.norm().item() == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, training, is_ours):
+    run = begin(training, is_ours=is_ours, precision="fp16")
     batches = draw_batches(corpus)
     run.train([next(batches)])
     assert not run.has_skipped()
@@ -141,29 +156,6 @@ def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, training, st
     run.train([next(batches)])
     assert not run.has_skipped()
     assert len(run.losses) == 3
-
-
-@pytest.mark.parametrize(("precision", "is_on"), trainer.TF32.items())
-def test_tf32_is_switched_in_matmuls_and_in_cudnn_and_back(training, precision, is_on):
-    seen = []
-
-    def look():
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-
-    def loss(output, target):
-        seen.append(look())
-        return functional.mse_loss(output, target)
-
-    before = look()
-    rows = torch.randn(4, 3)
-    task = replace(training, model=nn.Linear(3, 3), loss=loss, optimizer=None, evaluate=lambda _: 1)
-    run = begin(task, precision=precision)
-    run.train([(rows, rows)])
-    run.evaluate()
-    assert seen == [("high" if is_on else "highest", is_on)]
-    with pytest.raises(tasks.BrokenTask):
-        run.train([(rows, "no tensor")])
-    assert look() == before
 
 
 def test_a_score_is_computed_in_float32_outside_autocast(training, monkeypatch):
@@ -180,48 +172,3 @@ def test_a_score_is_computed_in_float32_outside_autocast(training, monkeypatch):
     assert len(score.window_accuracies) == 62  # of 1,000 bytes
     assert score.accuracy == pytest.approx(sum(score.window_accuracies) / 62)
     assert score.loss == pytest.approx(math.log(256), rel=0.2)  # nothing is learnt yet
-
-
-def test_the_last_arm_and_lean_step_with_fastamp_and_fp32_on_a_gpu_is_strict_and_with_tf32():
-    full = [("fp32", "stock")]
-    mixed = [("lean", "fastamp"), ("bf16", "stock"), ("bf16", "fastamp")]
-    assert [(arm.precision, arm.step) for arm in JOB.list_arms()] == full + mixed
-    full = [("fp32-strict", "stock"), ("fp32-tf32", "stock")]
-    on_gpu = replace(JOB, device="cuda").list_arms()
-    assert [(arm.precision, arm.step) for arm in on_gpu] == full + mixed
-    assert [arm.name for arm in on_gpu] == [
-        "fp32-strict",
-        "fp32-tf32",
-        "lean",
-        "amp",
-        "amp+fastamp",
-    ]
-
-
-def test_lean_keeps_half_of_the_memory_and_takes_and_returns_float32():
-    def make(model):
-        return torch.optim.AdamW([{"params": [*model.parameters()], "lr": 0.01}], eps=1e-6)
-
-    torch.manual_seed(0)
-    rows, targets = torch.randn(16, 256), torch.zeros(16, 64)
-    run = begin(
-        tasks.Training(
-            model=nn.Linear(256, 64),
-            data=[],
-            loss=functional.mse_loss,
-            optimizer=make,
-            evaluate=lambda model: model(rows).dtype == torch.float32,
-        ),
-        precision="lean",
-        step="fastamp",
-    )
-    run.train([(rows, targets)] * 3)
-    assert run.losses[0].dtype == torch.float32
-    assert run.losses[2] < run.losses[0]
-    (group,) = run.optimizers[0].param_groups
-    assert isinstance(run.optimizers[0], fastamp.AdamW)
-    assert (group["lr"], group["eps"], group["moments"]) == (0.01, 1e-6, "8bit")
-    assert run.evaluate()[0].accuracy == 1.0
-    sizes, found = 256 * 64 + 64, measure._count_nbytes(run)
-    assert (found["weights"], found["gradients"]) == (2 * sizes, 2 * sizes)
-    assert 4 * sizes < found["optimizer"] < 4.2 * sizes

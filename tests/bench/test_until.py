@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from fastamp.bench import measure, until
+from fastamp.bench.arms import list_arms
 from fastamp.bench.race import student
 from fastamp.bench.tasks import BrokenTask
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import until_equal as until
 
 
 def make_curve(losses, seconds=None):
@@ -69,7 +75,7 @@ def test_planted_truths_are_found_and_an_equal_arm_is_not():
     for run in range(20):
         seeds = draw_seeds(np.random.default_rng(run), factors)
         for arm, signs in said.items():
-            ratio = until._compare(seeds, arm, "base", 2.3, confidence=1 - 0.05 / 3)
+            ratio = until.compare(seeds, arm, "base", 2.3, confidence=1 - 0.05 / 3)
             signs.append((ratio.low > 1) - (ratio.high < 1))
             holds.append(ratio.low <= math.prod(factors[arm]) <= ratio.high)
     assert said["slow"].count(1) >= 18
@@ -80,167 +86,77 @@ def test_planted_truths_are_found_and_an_equal_arm_is_not():
 
 def test_an_arm_that_does_not_arrive_takes_the_upper_end_away():
     seeds = draw_seeds(np.random.default_rng(0), {"base": (1.0, 1.0), "never": (1.0, 9.0)})
-    ratio = until._compare(seeds, "never", "base", 2.3, confidence=0.95)
+    ratio = until.compare(seeds, "never", "base", 2.3, confidence=0.95)
     assert ratio.high == math.inf
     assert ratio.low == pytest.approx(until.MOST)
     assert ratio.text(".2f", "x") == "> 2.00x"
-    assert until._compare(seeds[:1], "never", "base", 2.3, confidence=0.95) is None
+    assert until.compare(seeds[:1], "never", "base", 2.3, confidence=0.95) is None
     assert seeds[0]["never"].cross(2.3) is None
     # Seeds in which the base itself does not arrive say nothing.
-    assert until._compare(seeds, "base", "never", 2.3, confidence=0.95) is None
-
-
-class Linear(nn.Linear):
-    """Counts the calls that train."""
-
-    calls = 0
-
-    def forward(self, x):
-        Linear.calls += torch.is_grad_enabled()
-        return super().forward(x)
+    assert until.compare(seeds, "base", "never", 2.3, confidence=0.95) is None
 
 
 def make(_device, seed):
-    """Return a task that learns in some steps, with a schedule and two arms."""
+    """Return a task that learns in some steps."""
     x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
     y = (x.sum(dim=1) > 0).long()
+    loss = nn.functional.cross_entropy
 
     def evaluate(model):
         out = model(x)
         assert out.dtype == torch.float32
-        return {"accuracy": (out.argmax(1) == y).float().mean(), "loss": loss(out, y)}
+        return {"loss": loss(out, y)}
 
-    def schedule(optimizer, steps):
-        horizons.append(steps)
-        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-
-    loss = nn.functional.cross_entropy
-    options = {
-        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.02),
-        "evaluate": evaluate,
-        "schedule": schedule,
-        "batch_size": 32,
-        "arms": {"same": lambda model: model, "parts": {"batch_size": 8, "accumulate": 4}},
-    }
+    options = {"optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.02)}
     torch.manual_seed(seed)
-    return Linear(8, 2), torch.utils.data.TensorDataset(x, y), loss, options
+    options |= {"evaluate": evaluate, "batch_size": 32}
+    return nn.Linear(8, 2), torch.utils.data.TensorDataset(x, y), loss, options
 
 
-horizons = []
+def silent(device, seed):
+    """Return the same task without a held-out loss."""
+    *rest, options = make(device, seed)
+    return *rest, options | {"evaluate": lambda _: 0.5}
 
 
-def test_all_arms_cross_one_loss_with_every_seed():
-    job = measure.Job(
-        device="cpu", precision="bf16", seed=0, steps=None, make=make, memory_make=make
-    )
-    horizons.clear()
-    report = until.run(job, 80, range(5), None)
-    assert {*horizons} == {80}
-    names = [row["arm"] for row in report.table]
-    assert names == ["fp32", "lean", "same", "parts", "amp", "amp+fastamp"]
-    curves = report.details["curves"]
-    for seed in range(5):
-        base, same, parts = (curves[name][seed] for name in ("fp32", "same", "parts"))
-        assert base["losses"] == same["losses"]
-        n = min(len(base["losses"]), len(parts["losses"]))
-        assert parts["losses"][:n] == pytest.approx(base["losses"][:n], abs=1e-5)
-        # The weights of bfloat16 arms are scored in FP32, and differ.
-        assert curves["lean"][seed]["losses"][0] == pytest.approx(base["losses"][0], abs=1e-2)
-        assert curves["lean"][seed]["losses"] != base["losses"]
-    target = report.details["target"]
-    reached = [row for row in report.table if row["arm"] in {"fp32", "same", "parts"}]
-    assert len({row["median steps"] for row in reached}) == 1
-    assert f"{target:.4f}" in report.notes[0]
-    assert {each.name for each in report.measurements} == {
-        f"time_to_loss/{name}" for name in names if name != "fp32"
-    }
-    assert "5 comparisons, each at 99 %: all together hold at 95 %" in report.notes
+TASK = f"{__name__}:make"
+
+
+def test_all_arms_cross_one_loss_with_every_seed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(until, "choose_precisions", lambda _: ["fp32"])
+    words = [TASK, f"same={TASK}", "--steps", "80", "--seeds", "2"]
+    until.main([*words, "--json", str(tmp_path / "curves.json")])
+    first, _, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("held-out loss 0.")
+    assert [row.split("  ")[0] for row in rows] == ["torch fp32", "fastamp fp32", "same"]
+    assert all("2 of 2 seeds" in row for row in rows)
+    found = json.loads((tmp_path / "curves.json").read_text())
+    for seed in found["seeds"]:
+        base, ours, same = (curve["losses"] for curve in seed.values())
+        assert base == same
+        assert ours == pytest.approx(base, abs=1e-5)
 
 
 def test_a_loss_that_nobody_reaches_ends_with_no_figure():
-    job = measure.Job(
-        device="cpu", precision="bf16", seed=0, steps=None, make=make, memory_make=make
-    )
-    Linear.calls = 0
-    report = until.run(job, 10, range(2), -1.0)
-    assert {each.verdict for each in report.measurements} == {"n/a"}
-    assert report.notes[-1].startswith("2 seeds are left out: fp32 itself does not reach the loss")
-    assert Linear.calls < 2 * 9 * 90  # all arms stop after about twice the horizon
+    arms = list_arms(TASK, ["fp32"], [])
+    found = [until.train(arms, seed, 10, -1.0) for seed in range(2)]
+    assert all(curve.steps[-1] <= 24 for seed in found for curve in seed.values())
+    rows = until.make_rows(found, -1.0)
+    assert [row[1:] for row in rows[1:]] == [["0 of 2 seeds", "n/a", "n/a", "", ""]] * 2
 
 
 def test_a_task_without_a_held_out_loss_is_refused():
-    def silent(device, seed):
-        model, data, loss, options = make(device, seed)
-        return model, data, loss, options | {"evaluate": lambda _: 0.5}
-
-    job = measure.Job(
-        device="cpu", precision="bf16", seed=0, steps=None, make=silent, memory_make=silent
-    )
     with pytest.raises(BrokenTask, match=r"options\['evaluate'\]: expected a dict with \"loss\""):
-        until.run(job, 10, range(2), None)
+        until.train(list_arms(f"{__name__}:silent", ["fp32"], []), 0, 10, 0.5)
 
 
-@pytest.mark.parametrize("steps", [30, 79, 80])
-def test_the_target_is_the_bases_loss_at_90_percent_of_its_steps(steps):
-    job = measure.Job(
-        device="cpu", precision="bf16", seed=0, steps=None, make=make, memory_make=make
-    )
-    (base,) = (config for config in job.list_arms() if config.name == "fp32")
-    curve = until._train(job, [base], "fp32", 0, steps, -math.inf)["fp32"]
+@pytest.mark.parametrize("steps", [30, 80])
+def test_the_target_is_the_first_arms_loss_at_90_percent_of_its_steps(steps):
+    arm = list_arms(TASK, ["fp32"], [])[0]
+    curve = until.train([arm], 0, steps, -math.inf)[arm.name]
     assert steps <= curve.steps[-1] <= steps + 2
     wanted = np.interp(0.9 * steps, curve.steps, curve.smooth())
-    assert until._loss_at(job, base, 0, steps) == pytest.approx(wanted)
-
-
-def make_with(**changed):
-    """Return `make` with changed options."""
-
-    def made(device, seed):
-        model, data, loss, options = make(device, seed)
-        own = {name: value for name, value in changed.items() if name != "model"}
-        return changed.get("model", model), data, loss, options | own
-
-    return made
-
-
-def test_a_schedule_ends_with_its_horizon():
-    rates = []
-
-    class Falling(torch.optim.lr_scheduler.LambdaLR):
-        def step(self, *args):
-            super().step(*args)
-            rates.extend(self.get_last_lr())
-
-    task = make_with(schedule=lambda o, n: Falling(o, lambda step: 1 - step / n), arms={})
-    job = measure.Job(
-        device="cpu", precision="bf16", seed=0, steps=None, make=task, memory_make=task
-    )
-    (base,) = (config for config in job.list_arms() if config.name == "fp32")
-    curve = until._train(job, [base], "fp32", 0, 20, -1.0)["fp32"]
-    assert curve.steps[-1] == 40
-    assert min(rates) == pytest.approx(0.0)
-    assert len(rates) == 20 + 1  # and the one when it is made
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"schedule": lambda o, n: None}, "options['schedule']: expected a scheduler of torch's"),
-        ({"schedule": lambda o, n: 1 / 0}, "options['schedule']: its call or its step raised"),
-        (
-            {"arms": {"own": lambda m: m.register_buffer("n", torch.zeros(1)) or m}},
-            "model: expected the parameters and buffers of the task's model in every arm",
-        ),
-    ],
-)
-def test_what_cannot_be_raced_to_a_loss_is_refused(changed, said):
-    task = make_with(**changed)
-    job = measure.Job(
-        device="cpu", precision="bf16", seed=0, steps=None, make=task, memory_make=task
-    )
-    with pytest.raises(BrokenTask) as error:
-        until.run(job, 10, range(2), 0.5)
-    assert said in error.value.line
+    assert until.find_target(arm, steps, range(1)) == pytest.approx(wanted)
 
 
 def test_a_loss_that_is_no_number_is_never_reached():

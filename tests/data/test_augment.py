@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 
 import numpy as np
@@ -138,20 +137,6 @@ def test_a_sample_is_augmented_alike_whoever_makes_it(wrap):
     ranks = [samples_of(load(dataset, world_size=2, rank=rank, batch_size=4)) for rank in (0, 1)]
     dealt = [sample for pair in zip(*ranks, strict=True) for sample in pair]
     assert_same(samples_of(load(dataset, rank=0, world_size=1)), dealt[: len(dataset)])
-
-
-@pytest.mark.parametrize("stop", [1, 4, 10])
-@pytest.mark.parametrize("options", [{}, {"collate_fn": collate}], ids=["gathered", "items"])
-def test_a_stopped_pass_goes_on_to_the_bit(stop, options):
-    loader, again, resumed = (
-        fastamp.DataLoader(make_dataset(), 8, shuffle=True, seed=5, **how)
-        for how in ({}, {}, options)
-    )
-    expected, batches = [*loader, *loader], iter(again)
-    for batch in expected[:stop]:
-        assert_same(next(batches), batch)
-    resumed.load_state_dict(json.loads(json.dumps(again.state_dict())))
-    assert_same([*resumed, *resumed], expected[stop:])
 
 
 def test_every_epoch_and_every_draw_of_a_sample_has_another_augmentation():

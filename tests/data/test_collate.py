@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-import pickle
-import threading
 import types
 
 import numpy as np
@@ -20,7 +18,6 @@ from torch.utils.data._utils import collate as torch_collate
 
 import fastamp
 from fastamp._ops import core_for
-from fastamp.data.structure import map_tensors
 
 SHARED = {name: fastamp.BatchCollator() for name in ("fallback", "cpu", "cuda")}
 
@@ -202,19 +199,6 @@ def test_every_dtype_that_torch_stacks(backend, dtype):
     assert_collates_as_torch(fastamp.BatchCollator(), samples)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [torch.from_numpy, np.asarray, np.asfortranarray],
-    ids=["torch", "C order", "Fortran order"],
-)
-def test_batches_above_the_size_where_threads_help(backend, make):
-    rng = np.random.default_rng(0)
-    samples = [make(rng.standard_normal((3, 200 * 1000))) for _ in range(3)]
-    torch.set_num_threads(3)
-    assert_collates_as_torch(fastamp.BatchCollator(), samples)
-    assert_collates_as_torch(fastamp.BatchCollator(), [sample[:, :-1] for sample in samples])
-
-
 def test_gradients_flow_to_the_samples(backend):
     samples = [torch.ones(2, requires_grad=True) for _ in range(3)]
     fastamp.BatchCollator()(samples).sum().backward()
@@ -226,12 +210,6 @@ def test_one_sample_that_needs_a_gradient_is_found(backend):
     assert fastamp.BatchCollator()(samples).requires_grad
     with torch.no_grad():
         assert not fastamp.BatchCollator()(samples).requires_grad
-
-
-def test_pending_negation_is_resolved(backend):
-    samples = [torch.tensor(1j * k).conj().imag for k in range(3)]
-    assert all(sample.is_neg() for sample in samples)
-    assert fastamp.BatchCollator()(samples).tolist() == [0, -1, -2]
 
 
 def test_the_default_device_does_not_move_tensors(backend):
@@ -247,32 +225,6 @@ def test_arrays_that_must_not_be_written_are_taken(compiled):
     array = np.arange(3)
     array.flags.writeable = False
     assert fastamp.BatchCollator()([array, array]).tolist() == [[0, 1, 2]] * 2
-
-
-class Boxes(torch.Tensor):
-    """As torchvision's: only what keeps their meaning keeps the class and its attribute."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            made = function(*args, **(kwargs or {}))
-        if function is not torch.Tensor.to:
-            return made
-        made = made.as_subclass(cls)
-        made.format = args[0].format
-        return made
-
-
-def test_a_tensor_of_a_subclass_stays_what_it_is_when_a_batch_is_moved():
-    boxes = torch.ones(2, 4).as_subclass(Boxes)
-    boxes.format = "xyxy"
-    batch = {"target": [boxes, 1], "point": Point(boxes, "a")}
-    moved = map_tensors(lambda tensor: tensor.to("meta"), batch)
-    for found in (moved["target"][0], moved["point"].x):
-        assert type(found) is Boxes
-        assert found.is_meta
-        assert found.format == "xyxy"
-    assert_collates_as_torch(fastamp.BatchCollator(), [{"b": boxes}] * 2)
 
 
 def test_a_batch_is_a_copy(backend):
@@ -295,20 +247,6 @@ def test_functions_registered_with_torch_are_used(backend, monkeypatch):
     assert collate([{"a": Custom()}, {"a": Custom()}]) == {"a": 2}
 
 
-def test_the_structure_may_change_from_batch_to_batch(backend):
-    collate = fastamp.BatchCollator()
-    for samples in (
-        [{"a": torch.ones(2)}] * 2,
-        [{"a": np.ones(2)}] * 2,
-        [{"b": torch.ones(2), "a": 1}] * 2,
-        [{"a": 1, "b": torch.ones(2)}] * 2,
-        [(1, 2)] * 2,
-        [(1, 2, 3)] * 2,
-        [torch.ones(3, dtype=torch.uint8)] * 3,
-    ):
-        assert_collates_as_torch(collate, samples)
-
-
 def test_samples_may_have_their_keys_in_another_order_or_more_of_them(backend):
     first = {"a": torch.ones(2), "b": torch.zeros(3)}
     for other in (
@@ -321,26 +259,6 @@ def test_samples_may_have_their_keys_in_another_order_or_more_of_them(backend):
         {"a": torch.ones(1)},  # the shape of "a" is the first error
     ):
         assert_collates_as_torch(fastamp.BatchCollator(), [first, other, first])
-
-
-def test_threads_may_share_a_collator(backend):
-    collate = fastamp.BatchCollator()
-    failures = []
-
-    def work(samples):
-        try:
-            for _ in range(200):
-                assert_same(collate(samples), default_collate(samples))
-        except AssertionError as error:
-            failures.append(error)
-
-    batches = [[{"a": torch.ones(2)}] * 2, [(1, torch.ones(3))] * 2]
-    threads = [threading.Thread(target=work, args=(batch,)) for batch in batches]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 @dataclasses.dataclass
@@ -396,17 +314,6 @@ def test_a_dataclass_that_torch_knows_as_a_mapping_stays_one(backend):
     output = Output()
     output["loss"] = 1.0
     assert_collates_as_torch(fastamp.BatchCollator(), [output, output])
-
-
-def test_pickling_keeps_the_options_and_not_the_structure(backend):
-    @dataclasses.dataclass
-    class Local:  # cannot be pickled
-        ids: list
-
-    collate = fastamp.BatchCollator({"ids": 3}, pad_multiple=2)
-    collate([Local([1])])
-    loaded = pickle.loads(pickle.dumps(collate))
-    assert loaded([Local([1])]).ids.tolist() == [[1, 3]]
 
 
 class Samples(torch.utils.data.Dataset):

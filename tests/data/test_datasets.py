@@ -94,31 +94,20 @@ class Tagged(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        torch.ones(3, requires_grad=True),
-        torch.ones(3).to_sparse(),
-        torch.ones(3, device="meta"),
-        torch.ones(3).as_subclass(Tagged),
-        torch.ones(3, dtype=torch.complex64).conj(),
-        np.array(["a", "b", "c"]),
-        np.ones(3, ">f4"),
-        np.ma.ones(3),
-        np.ones(3)[::-1],
-    ],
-    ids=[
-        "grad",
-        "sparse",
-        "meta",
-        "subclass",
-        "conjugate",
-        "texts",
-        "byte order",
-        "masked",
-        "back",
-    ],
-)
+NO_PLAIN_ARRAYS = {
+    "grad": torch.ones(3, requires_grad=True),
+    "sparse": torch.ones(3).to_sparse(),
+    "meta": torch.ones(3, device="meta"),
+    "subclass": torch.ones(3).as_subclass(Tagged),
+    "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
+    "texts": np.array(["a", "b", "c"]),
+    "byte order": np.ones(3, ">f4"),
+    "masked": np.ma.ones(3),
+    "back": np.ones(3)[::-1],
+}
+
+
+@pytest.mark.parametrize("array", NO_PLAIN_ARRAYS.values(), ids=NO_PLAIN_ARRAYS)
 def test_what_is_no_plain_array_is_read_item_by_item(array):
     why = "the ArrayDataset holds more than plain arrays in one place"
     assert fastamp.ArrayDataset(array, np.ones(3)).columns() == why

@@ -10,6 +10,7 @@ import fastamp
 
 ROWS, TARGETS = torch.rand(203, 5, generator=torch.Generator().manual_seed(1)), torch.arange(203)
 TOKENS = np.arange(9000, dtype=np.uint16)
+PIXELS = torch.arange(203 * 36).remainder(251).to(torch.uint8).view(203, 6, 6)
 LENGTHS = range(0, 203, 2)
 
 
@@ -31,9 +32,10 @@ KINDS = {
     "subset": Subset(Subset(TensorDataset(ROWS, TARGETS), LENGTHS), [5, 3, -1] * 60),
     "tokens": fastamp.TokenDataset(TOKENS, 8),
     "offsets": fastamp.TokenDataset(TOKENS, 8, random_offsets=True),
+    "augmented": fastamp.ArrayDataset(PIXELS, augment=[fastamp.RandomCrop(padding=2)]),
     "noise": Noise(),
 }
-DRAWN = {"offsets", "noise"}
+DRAWN = {"offsets", "augmented", "noise"}
 """Of which an item alone is another than in a batch."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 
 import numpy as np
 import pytest
@@ -261,17 +260,6 @@ def test_data_pipes_are_read_as_torch_reads_them(num_workers):
         assert_as_torch((name, num_workers), pipe, lambda: options)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_any_number_of_threads_gives_the_same_batches(threads, backend):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        options = {"batch_size": BATCH, "shuffle": True}
-        assert_as_torch(threads, TensorDataset(X, Y), lambda: options)
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_a_bare_tuple_is_a_dataset_of_two_samples(backend):
     for pair in ((X, X + 1), [X, X + 1]):
         loader = fastamp.DataLoader(pair, 2)
@@ -283,13 +271,6 @@ def test_workers_may_be_taken_away(backend):
     loader = fastamp.DataLoader(Squares(9), 2, num_workers=1)
     loader.num_workers = 0
     assert_same([*loader], [*TorchDataLoader(Squares(9), 2)])
-
-
-def test_a_loader_of_anothers_making_draws_the_same_first_order():
-    """As Accelerate's skip_first_batches makes one."""
-    loader = fastamp.DataLoader(X, 2, shuffle=True, seed=1)
-    other = TorchDataLoader(X, batch_sampler=loader.batch_sampler)
-    assert_same([*other], [*fastamp.DataLoader(X, 2, shuffle=True, seed=1)])
 
 
 def test_a_dict_by_number_is_a_dataset_of_samples(backend):
@@ -335,19 +316,3 @@ def test_a_boolean_among_indices_is_what_it_is_in_torch(wrap, true, backend):
         assert first.shape == (2, 1, 4, 3)
         with pytest.raises(RuntimeError, match=r"\[1, 4, 3\]|\(1, 4, 3\)"):
             next(iterator)
-
-
-def test_quantized_and_nested_tensors_are_loaded_as_in_torch(backend):
-    floats = torch.arange(12.0).reshape(6, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one is deprecated, the other a prototype
-        quantized = torch.quantize_per_tensor(floats, 0.5, 3, torch.quint8)
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
-    for dataset, size in ((quantized, 4), (TensorDataset(quantized), 4), (nested, 1)):
-        expected = list(TorchDataLoader(dataset, size, sampler=[0, 1]))  # nested: no length
-        batches = list(fastamp.DataLoader(dataset, size, sampler=[0, 1]))
-        for batch, other in zip(batches, expected, strict=True):
-            ours, theirs = (b[0] if type(b) is list else b for b in (batch, other))
-            assert ours.dtype == theirs.dtype
-            assert ours.shape == theirs.shape
-            assert torch.equal(ours.dequantize(), theirs.dequantize())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import json
 import sys
 import threading
 import time
@@ -12,7 +10,7 @@ import traceback
 
 import pytest
 import torch
-from support.loading import HOST, Rows, Squares, assert_same, check, ends, make_array
+from support.loading import Rows, Squares, assert_same, check, ends, make_array
 from support.streams import Stream
 from torch.utils.data import BatchSampler, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -141,28 +139,6 @@ def test_a_batch_that_cannot_be_iterated_costs_no_other(dataset, num_workers, ba
     assert_same(list(iterator), [*TorchDataLoader(dataset, 1)][6:7])
 
 
-@pytest.mark.parametrize("dataset", [X, Squares(1000, bad=4)], ids=["arrays", "python"])
-def test_what_is_prefetched_goes_on_after_an_error(dataset, backend):
-    bad = 1000 if dataset is X else 4
-    iterator = iter(fastamp.prefetch(fastamp.DataLoader(dataset, 1, sampler=[1, bad, 3])))
-    first = next(iterator)
-    with pytest.raises((IndexError, FileNotFoundError)):
-        next(iterator)
-    (last,) = iterator
-    assert_same([first, last], list(fastamp.DataLoader(dataset, 1, sampler=[1, 3])))
-
-
-def test_a_loader_can_be_used_after_an_error(backend):
-    loader = fastamp.DataLoader(X, 2, sampler=[0, 1, 2, 1000])
-    for _ in range(3):
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(IndexError):
-            next(iterator)
-        with pytest.raises(StopIteration):
-            next(iterator)
-
-
 def test_a_worker_that_takes_too_long_is_told():
     loader = fastamp.DataLoader(Rows(4, lambda _: time.sleep(1)), num_workers=1, timeout=0.3)
     with pytest.raises(RuntimeError, match=r"timed out after 0.3 seconds"):
@@ -249,195 +225,6 @@ def test_a_timeout_without_workers_is_refused_as_by_torch(dataset):
         iter(loader)
 
 
-# Each case runs in a child of one process, apart from pytest, whose signal handlers would disturb.
-CASES = """
-import gc, json, os, select, signal, sys, threading, time, traceback
-import torch
-import fastamp
-from support.loading import Rows, Squares
-
-LIMIT_S = 60  # for a machine whose cores are busy
-X = torch.arange(10_000).reshape(1000, 10)
-
-def slowly(index):
-    time.sleep(0.05)
-    return index
-
-def forever():
-    while True:
-        yield torch.zeros(3)
-
-def stuck():
-    yield 0
-    yield 1
-    time.sleep(LIMIT_S)
-
-def slow_workers():
-    return fastamp.DataLoader(Rows(10**6, slowly), 4, num_workers=2)
-
-interrupted = {
-    "arrays": lambda: fastamp.DataLoader(X, 8),
-    "large batches": lambda: fastamp.DataLoader(X.repeat(100, 5), 50_000),
-    "python": lambda: fastamp.DataLoader(Squares(10**6), 4),
-    "slow": lambda: fastamp.DataLoader(Rows(10**6, slowly), 4),
-    "slow workers": slow_workers,
-    "prefetch": lambda: fastamp.prefetch(forever()),
-    "prefetched workers": lambda: fastamp.prefetch(slow_workers()),
-    "stuck producer": lambda: fastamp.prefetch(stuck()),
-}
-forked = {
-    "gathered": (
-        lambda: fastamp.DataLoader(X, 10),
-        None,
-    ),
-    "prefetched": (
-        lambda: fastamp.prefetch(fastamp.DataLoader(X, 10), thread=True),
-        "call iter() in the child",
-    ),
-}
-
-def in_child(body, *arguments):
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        body(*arguments)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-def ended(pid):
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return f"exit status {os.waitstatus_to_exitcode(status)}"
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "hangs"
-
-def draw_for_ever(loader, started):
-    count = 0
-    while True:
-        for batch in loader:
-            count += 1
-            if count == 1:
-                os.write(started, b"x")
-
-def until_interrupted(make, started):
-    os.setpgid(0, 0)  # as a shell puts a program and its workers into one group
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    loader = make()
-    try:
-        draw_for_ever(loader, started)  # Python 3.13 lets Ctrl-C at a loop's jump out of its `try`
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    del loader
-
-def interrupt(make):
-    reads, writes = os.pipe()
-    pid = in_child(until_interrupted, make, writes)
-    assert select.select([reads], [], [], LIMIT_S)[0], "no batch"
-    time.sleep(0.1)  # into the middle of the pass
-    os.killpg(pid, signal.SIGINT)
-    result = ended(pid)
-    os.close(reads)
-    os.close(writes)
-    return result
-
-def inherit(iterator, loader, message):
-    if message:
-        try:
-            next(iterator)
-        except RuntimeError as error:
-            assert message in str(error), error
-        else:
-            raise AssertionError("no error")
-    del iterator
-    gc.collect()
-    torch.set_num_threads(1)
-    assert torch.equal(torch.cat(list(loader)), X)
-
-def fork(make, message):
-    torch.set_num_threads(4)  # so that there are threads to miss
-    loader = make()
-    iterator = iter(loader)
-    first = next(iterator)
-    result = ended(in_child(inherit, iterator, loader, message))
-    assert torch.equal(torch.cat([first, *iterator]), X)
-    torch.set_num_threads(1)
-    return result
-
-def lose_a_worker():
-    def die(index):
-        if index == 50:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        list(fastamp.DataLoader(Rows(100, die), 5, num_workers=2))
-    except RuntimeError as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises again and again
-        told = "killed by signal: Killed" in str(error) or "exited unexpectedly" in str(error)
-        assert "DataLoader worker" in str(error) and told, error
-    except (OSError, EOFError):  # torch's, while it fetched a batch's memory from that worker
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    else:
-        raise AssertionError("no error")
-    while torch.multiprocessing.active_children() or threading.active_count() > 1:
-        assert time.monotonic() < deadline, threading.enumerate()
-        gc.collect()  # torch's handler of SIGCHLD may raise before all queues are closed
-        time.sleep(0.01)
-
-results = {}
-for name in sys.argv[1:]:
-    if name in interrupted:
-        results[name] = interrupt(interrupted[name])
-    elif name in forked:
-        results[name] = fork(*forked[name])
-    else:
-        results[name] = ended(in_child(lose_a_worker))
-print(json.dumps(results))
-"""
-OF_ARRAYS = ["arrays", "large batches"]
-OF_PYTHON = ["python", "slow", "slow workers", "prefetch", "prefetched workers", "stuck producer"]
-FORKED = ["gathered", "prefetched"]
-
-
-@functools.cache
-def results(backend):
-    # Before there are other threads in the process: its children have none of them.
-    names = [*OF_ARRAYS, *(["killed", *OF_PYTHON] if backend == HOST else []), *FORKED]
-    return json.loads(check(CASES, *names, backend=backend))
-
-
-@pytest.mark.parametrize("name", OF_ARRAYS)
-def test_ctrl_c_ends_a_pass_over_arrays(name, backend):
-    assert results(backend)[name] == "exit status 0"
-
-
-@pytest.mark.parametrize("name", OF_PYTHON)
-def test_ctrl_c_ends_a_pass_over_any_dataset(name):
-    assert results(HOST)[name] == "exit status 0"
-
-
-@pytest.mark.parametrize("name", FORKED)
-def test_a_forked_child_begins_its_own_pass(name, backend):
-    assert results(backend)[name] == "exit status 0"
-
-
-def test_a_worker_that_is_killed_is_told():
-    assert results(HOST)["killed"] == "exit status 0"
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_iterable_dataset_that_raises_is_told(num_workers, backend):
     stream = Stream(range(10), OSError("the stream broke"))
@@ -446,3 +233,24 @@ def test_an_iterable_dataset_that_raises_is_told(num_workers, backend):
     with pytest.raises(OSError, match="the stream broke"):
         batches.extend(fastamp.DataLoader(stream, 5, num_workers=num_workers))
     assert len(batches) == 2
+
+
+FORK = """
+import os, torch, fastamp
+
+batches = iter(fastamp.prefetch(torch.arange(40).split(10), thread=True))
+next(batches)
+pid = os.fork()
+if pid == 0:
+    try:
+        next(batches)
+    except RuntimeError as error:
+        os._exit(0 if "call iter() in the child" in str(error) else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert len([*batches]) == 3
+"""
+
+
+def test_a_thread_does_not_go_on_in_a_forked_child_which_is_told():
+    check(FORK)

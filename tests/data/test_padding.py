@@ -103,13 +103,6 @@ def test_padded_dimensions_are_rounded_up(backend, shapes, expected):
     assert_same(collate([*map(torch.tensor, rows)]), torch.from_numpy(padded(rows, 0, expected)))
 
 
-def test_large_padded_batches(backend):
-    torch.set_num_threads(3)
-    rows = [np.full((n, 500), n, np.float32) for n in range(1, 90)]
-    batch = fastamp.BatchCollator(pad=-1)(rows)
-    assert_same(batch, torch.from_numpy(padded(rows, -1, (89, 500))))
-
-
 def test_padding_keeps_gradients_and_promotes_dtypes(backend):
     samples = [torch.ones(2, requires_grad=True), torch.ones(3, dtype=torch.float64)]
     batch = fastamp.BatchCollator(pad=0)(samples)

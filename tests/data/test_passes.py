@@ -6,7 +6,6 @@ import copy
 import inspect
 import pickle
 import random
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -42,24 +41,6 @@ def test_a_batch_that_is_kept_is_not_overwritten(backend, monkeypatch):
         for _ in range(49):
             next(iterator)
         assert_same(tuple(kept), expected[start])
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_resumed_pass_that_is_left_has_drawn_what_a_whole_one_has(count, backend):
-    def make():
-        generator = torch.Generator().manual_seed(0)
-        data = TensorDataset(torch.arange(8))
-        return generator, fastamp.DataLoader(data, 2, shuffle=True, generator=generator)
-
-    generator, loader = make()
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    expected = [*islice(iterator, count)]
-    again, resumed = make()
-    resumed.load_state_dict(state)
-    assert_same([*islice(resumed, count)], expected)
-    assert torch.equal(again.get_state(), generator.get_state())
 
 
 def test_a_loader_can_be_made_anew_from_its_attributes(backend):
@@ -122,15 +103,6 @@ def test_two_iterators_over_one_loader_are_apart(dataset, backend):
 def test_an_iterator_has_the_loaders_length(backend):
     for dataset in (TensorDataset(X, Y), Squares(30)):
         assert len(iter(fastamp.DataLoader(dataset, 7))) == len(iter(TorchDataLoader(dataset, 7)))
-
-
-def test_breaking_off_leaves_the_next_epoch_alone(backend):
-    loader = fastamp.DataLoader(TensorDataset(X, Y), 10, shuffle=True, seed=5)
-    whole = [list(loader) for _ in range(3)]
-    loader = fastamp.DataLoader(TensorDataset(X, Y), 10, shuffle=True, seed=5)
-    for epoch in whole:
-        for batch, expected in zip(loader, epoch[:7], strict=False):
-            assert_same(batch, expected)
 
 
 def test_an_iterator_stays_exhausted_and_counts_its_epoch_once(backend):

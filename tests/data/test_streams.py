@@ -12,7 +12,7 @@ from support.stream_schedules import ALL, PROGRAMS, prefetching, run
 
 import fastamp
 from fastamp import _ops
-from fastamp.data import passes, runners
+from fastamp.data import making, runners
 from fastamp.data.memory import Memory
 
 SOURCE = Path(prefetching.__file__)
@@ -39,7 +39,7 @@ BREAKS = {
         ("devices",),
         "a read of cuda",
     ),
-    "the thread has no device": ("torch.cuda.set_device(self._device)", "", (), "a context on"),
+    "the thread has no device": ("torch.cuda.set_device(self._device)", "", (), "a context"),
     "copies wait for the consumer": (
         "with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._side):",
         "self._side.wait_stream(current)\n        with torch.cuda.stream(self._side):",
@@ -74,13 +74,15 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_the_model_finds_that(name):
+def test_the_model_finds_that(name, monkeypatch):
     old, new, features, fault = BREAKS[name]
     source = SOURCE.read_text()
     assert source.count(old) == 1
     broken = types.ModuleType("fastamp.data.copies")
     exec(source.replace(old, new), vars(broken))  # noqa: S102 - our own code, with one line changed
-    found = (run("prefetch", seed, features, broken) for seed in range(100))
+    monkeypatch.setattr(making, "make_copies", broken.make_copies)
+    program = "loader" if name == "the thread has no device" else "prefetch"
+    found = (run(program, seed, features, broken) for seed in range(100))
     assert any(each.startswith(fault) for faults in found for each in faults)
 
 
@@ -104,7 +106,7 @@ def test_one_batch_is_ahead_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(Memory, "allocate", lambda *args: made.append(args) or allocate(*args))
     model = Model(0)
     monkeypatch.setattr(prefetching, "_sides", {})
-    with model.installed(prefetching, runners, passes), _ops.use_only("fallback"):
+    with model.installed(prefetching, runners, making), _ops.use_only("fallback"):
         batches = iter(fastamp.DataLoader(torch.arange(100.0), 5, device="cuda:1"))
         for delivered in range(1, 6):
             next(batches)
@@ -116,7 +118,7 @@ def test_all_passes_copy_on_one_stream_of_a_device(monkeypatch):
     """torch hands out 32 in turn, and its allocator keeps memory for each."""
     made, model = [], Model(0)
     monkeypatch.setattr(prefetching, "_sides", {})
-    with model.installed(prefetching, runners, passes):
+    with model.installed(prefetching, runners, making):
         stream = torch.cuda.Stream
         monkeypatch.setattr(torch.cuda, "Stream", lambda *args: made.append(args) or stream(*args))
         for _ in range(5):
@@ -127,8 +129,8 @@ def test_all_passes_copy_on_one_stream_of_a_device(monkeypatch):
 
 def test_torchs_own_thread_pins_the_batches_of_workers(monkeypatch):
     options, model = {}, Model(0)
-    monkeypatch.setattr(passes, "TorchDataLoader", lambda *_, **kw: options.update(kw) or [])
-    with model.installed(prefetching, runners, passes):
+    monkeypatch.setattr(making, "TorchDataLoader", lambda *_, **kw: options.update(kw) or [])
+    with model.installed(prefetching, runners, making):
         dataset = [torch.ones(3)] * 8
         iter(fastamp.DataLoader(dataset, 4, num_workers=2, device="cuda:1"))
     assert options["pin_memory"]

@@ -1,4 +1,4 @@
-"""Only loader.py and passes.py know the loader: all other functions take the values they need."""
+"""Only loader.py and making.py know the loader: all other functions take the values they need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import fastamp
 
 FOLDER = Path(fastamp.__file__).parent / "data"
-OF_THE_LOADER = ("loader.py", "passes.py")
+OF_THE_LOADER = ("loader.py", "making.py")
 OF_ANY_LOADER = {
     ("order.py", "find_samplers")
 }  # also of torch's and Accelerate's: reads public names

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import re
 import sys
 import tracemalloc
@@ -103,17 +105,19 @@ def test_memory_does_not_grow_with_the_number_of_values():
     assert peak < 3_000_000
 
 
-def test_histories_of_the_first_names_are_kept(monkeypatch, caplog):
-    monkeypatch.setattr(tracker, "NAMES", 3)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_a_module_has_a_new_tracker_without_sinks(copied):
     sink = Collect()
-    made = fastamp.MetricsTracker(sinks=[sink])
-    for name in "abcdea":
-        made.log_scalar(name, 1.0, 0)
-    assert list(made.summary()) == ["a", "b", "c"]
-    assert made.summary()["a"].count == 2
-    assert [name for name, _, _ in sink] == [*"abcdea"]
-    assert caplog.messages == ["'d' and further names have no history"]
-    made.close()
+    module = torch.nn.Linear(1, 1)
+    module.tracker = logged([1.0], capacity=2, sinks=[sink])
+    other = copied(module).tracker
+    for step in range(9):
+        other.log_scalar("y", 2.0, step)
+    other.close()
+    module.tracker.close()
+    assert list(other.summary()) == ["y"]
+    assert len(other.history("y")[0]) == 2
+    assert sink == [("x", 0, 1.0)]
 
 
 def test_a_state_takes_the_place_of_what_was_logged():

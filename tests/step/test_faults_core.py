@@ -152,7 +152,7 @@ def test_the_core_names_the_statistic_that_is_on_another_device(name, handle, el
         handle.grad_stats(packed, only_finite=False, **given)
     update = _ops.core().Update("SGD")
     with pytest.raises(TypeError, match=f"^{name}: .* on the gradients' device"):
-        handle.step(update, [], {}, measures=True, zero_grad=False, **given)
+        handle.step([(update, [], {})], measures=True, zero_grad=False, **given)
 
 
 @pytest.mark.parametrize("name", ["factor", "found_inf"])
@@ -174,7 +174,7 @@ def test_the_core_leaves_gradients_and_parameters_on_another_device_out(handle):
     assert handle.pack([parameter.grad]).rest == [0]
     groups = torch.optim.SGD([parameter]).param_groups
     found = handle.read(_ops.core().Update("SGD"), groups, {}, None)
-    assert found == "a parameter's dtype, layout or device"
+    assert found == ("torch", "a parameter's dtype, layout or device")
 
 
 # --- two threads, one optimizer ---

@@ -9,18 +9,16 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from fastamp.bench import (
-    advice,
+    all_jobs,
     apart,
     cores,
-    job_table,
+    environment,
     latency,
     loader,
     main_job,
@@ -30,97 +28,57 @@ from fastamp.bench import (
     where,
 )
 from fastamp.bench.__main__ import main
+from fastamp.bench.arms import list_arms
 from fastamp.bench.gpt import Shape
-from fastamp.bench.race import Build, Interval, Plan, Race, Visit
+from fastamp.bench.race import Build, Plan, Race, Visit
 from fastamp.bench.trainer import Score
 
 TINY = Shape(layers=1, heads=2, width=32, block_size=16)
 COMMANDS = {
-    "amp": "amp --precision bf16 --batch-size 4 --steps 12 --device cpu",
+    "train": "train rl --precision bf16 --batch-size 4 --steps 12 --device cpu",
     "step": "step --shapes 3x1000,2gx10 --work norm adamw-open --device cpu",
     "loader": "loader --data tensors collate slow --device cpu",
     "timer": "timer --device cpu",
     "latency": "latency --batch-sizes 1,2 --device cpu",
 }
 QUICK = Plan(rounds=8, warmup=2, builds=(3,))
-ARMS = ("fp32", "amp", "amp+fastamp")
-
-
-class Figures(NamedTuple):
-    """What a main job might have measured, of each arm."""
-
-    times_ms: tuple[float, ...]
-    peaks_mib: tuple[int, ...]
-    builds: int
-    noise: float
-
-
-RUNS = {
-    "gain": Figures((412.0, 231.0, 222.0), (3120, 1604, 1570), 12, 0.04),
-    "loss": Figures((98.0, 131.0, 134.0), (820, 790, 784), 12, 0.03),
-    "inconclusive": Figures((41.0, 27.5, 27.0), (612, 371, 366), 5, 0.35),
+ARMS = ("torch fp32", "fastamp fp32", "torch bf16", "fastamp bf16")
+RUNS = {  # how many times as fast as FP32 fastamp is in bf16, in each build
+    "gain": [1.86, 1.85, 1.87, 1.86, 1.84, 1.86],
+    "loss": [0.73, 0.74, 0.72, 0.73, 0.75, 0.73],
+    "inconclusive": [1.2, 1.9, 1.5, 1.1, 1.8],
 }
-JOBS = {  # milliseconds of a step of the naive loop, the stock one and fastamp's
-    "gpt": (950, 520, 512),
-    "mlp": (6.1, 3.23, 1.71),
-    "rl": (1.9, 0.71, 0.33),
-}
+JOBS = ("mlp", "rl")
 
 
-def make_race(times_s, *, builds, noise, seed=0):
-    """Return a race of arms that take these times, now and then three times as long."""
-    rng = np.random.default_rng(seed)
-    rounds = []
-    for _ in range(4 * builds):
-        factors = np.exp(noise * rng.normal(size=len(times_s)))
-        factors *= np.where(rng.random(len(times_s)) < 0.02, 3, 1)
-        pairs = zip(times_s.items(), factors, strict=True)
-        rounds.append({arm: Visit(time_s * factor) for (arm, time_s), factor in pairs})
-    parts = [rounds[place : place + 4] for place in range(0, len(rounds), 4)]
-    found = {"workers": {}, "dtype": "torch.bfloat16", "steps": 64, "base": "stock"}
-    found |= {"model_share": 0.1, "failures": []}
-    made = [Build(arms=[*times_s], rounds=part, found=found) for part in parts]
-    return Race(arms=[*times_s], builds=made)
+def make_results(*, speedups=(2.0,), added=1.0, gap=0.0, loss=1.0):
+    """Return what a race found: a build for each speed-up, of which fastamp has `added` a part.
 
-
-def make_results(figures):
-    """Return what the main job measures, for these figures."""
-    rng = np.random.default_rng(0)
-    times_s = dict(zip(ARMS, (1e-3 * time for time in figures.times_ms), strict=True))
-    race = make_race(times_s, builds=figures.builds, noise=figures.noise)
-    steps = np.arange(len(race.rounds))
-    curve = 1.8 + 3.7 * np.exp(-steps / 40)
-    profiles = {}
-    for arm, time_s in times_s.items():
-        shares = {"data": 0.06, "forward": 0.3, "backward": 0.5, "step": 0.12, "other": 0.02}
-        parts = {part: Interval.exact(share * time_s) for part, share in shares.items()}
-        profiles[arm] = advice.Profile(device="cpu", steps=6, parts=parts)
-    shares = rng.normal(0.42, 0.05, 64)
-    scores = {arm: shares + 0.0005 * rng.normal(size=64) for arm in ARMS}
+    A score has 64 windows.
+    """
+    gains = added if isinstance(added, list) else [added] * len(speedups)
+    builds = []
+    for speedup, gain in zip(speedups, gains, strict=True):
+        times_s = (1.0, 1.0, gain / speedup, 1.0 / speedup)
+        round_ = {arm: Visit(time_s) for arm, time_s in zip(ARMS, times_s, strict=True)}
+        builds.append(Build(arms=[*ARMS], rounds=[round_] * 2))
+    windows = [0.5 + 0.001 * (i % 2) for i in range(64)]
+    scores = {
+        arm: [Score(loss=1.0, accuracy=sum(windows) / 64, window_accuracies=windows)]
+        for arm in ARMS
+    }
+    shifted = [share + gap for share in windows]
+    last = Score(loss=loss, accuracy=sum(shifted) / 64, window_accuracies=shifted)
+    shares = {"data": 0.06, "forward": 0.3, "backward": 0.5, "step": 0.12, "other": 0.02}
     return measure.Results(
+        arms=list_arms("x", ["fp32", "bf16"], []),
+        race=Race(arms=[*ARMS], builds=builds, is_apart=True),
         parameters=11_200_000,
         batch_sizes=[8] * 40,
-        peaks=dict(zip(ARMS, (mib << 20 for mib in figures.peaks_mib), strict=True)),
-        race=race,
-        losses={arm: [*(curve + 0.03 * rng.normal(size=len(steps)))] for arm in ARMS},
-        scores={
-            a: [Score(loss=1.9, accuracy=s.mean(), window_accuracies=[*s])]
-            for a, s in scores.items()
-        },
-        profiles=profiles,
-        nbytes={
-            arm: {"weights": 4 * n, "gradients": 4 * n, "optimizer": 8 * n}
-            for arm, n in dict.fromkeys(ARMS, 11_200_000).items()
-        },
+        losses={arm: [3.0, 2.0, 1.5] for arm in ARMS},
+        scores=scores | {ARMS[-1]: [last]},
+        shares=dict.fromkeys(ARMS, shares),
     )
-
-
-def make_found(name, _device, _seed):
-    """Return what `bench jobs` measures of a job."""
-    steps = 64
-    times_s = dict(zip(("naive", "stock", "fastamp"), JOBS[name], strict=True))
-    times_s = {arm: steps * time_ms / 1e3 for arm, time_ms in times_s.items()}
-    return make_race({"stock": times_s["stock"], **times_s}, builds=8, noise=0.03)
 
 
 def small_tensors(generator):
@@ -146,9 +104,8 @@ def write(name, words, folder, patch):
 
 def write_all(folder, patch):
     """Run every command once; return what `write` does, by name."""
-    (folder / "text").write_bytes(bytes(range(200)) * 50)
-    text = ["--data", str(folder / "text")]
-    patch.setattr(measure, "peak_memory", lambda *_: None)
+    patch.setattr(main_job, "peak_memory", lambda *_: 100 << 20)
+    patch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     patch.setattr(apart, "run_apart", lambda work, *args: work(*args))
     patch.setattr(cores, "_read", dict)
     patch.setattr(measure, "PLAN", Plan(build_s=0.01, builds=(3,)))
@@ -157,19 +114,16 @@ def write_all(folder, patch):
     patch.setitem(loader.DATA, "slow", slow_items)
     for command in (step, loader, timer, latency):
         patch.setattr(command, "PLAN", QUICK)
-    patch.setattr(main_job, "CPU_SHAPE", TINY)
     patch.setattr(latency, "SHAPES", {"cpu": TINY})
     found = {}
     for name, command in COMMANDS.items():
-        words = [*command.split(), *(text if name == "amp" else [])]
-        found[name] = write(name, words, folder, patch)
-    patch.setattr(main_job, "no_speed_reason", lambda *_: None)
-    for name, figures in RUNS.items():
-        patch.setattr(main_job, "train_arms", lambda *_, f=figures, **__: make_results(f))
-        words = [*COMMANDS["amp"].split(), *text]
-        found[name] = write(name, words, folder, patch)
-    patch.setattr(job_table, "_race", make_found)
-    found["jobs"] = write("jobs", ["jobs", *JOBS, "--device", "cpu"], folder, patch)
+        found[name] = write(name, command.split(), folder, patch)
+    for name, speedups in RUNS.items():
+        made = make_results(speedups=speedups, added=1.04)
+        patch.setattr(main_job, "race_task", lambda *_, m=made, **__: m)
+        found[name] = write(name, ["--device", "cpu"], folder, patch)
+    patch.setattr(all_jobs, "race_task", lambda *_: make_results(speedups=[2.0] * 6, added=1.1))
+    found["all"] = write("all", ["all", *JOBS, "--device", "cpu"], folder, patch)
     return found
 
 

@@ -16,12 +16,10 @@ from support.fuzz import Target
 from support.fuzz_values import PLAIN, damage, mutate
 
 from fastamp.bench import __main__ as bench
-from fastamp.bench import latency, main_job
+from fastamp.bench import latency
 from fastamp.bench import step as bench_step
-from fastamp.bench.gpt import Shape
 from fastamp.bench.race import Interval
 from fastamp.bench.record import Measurement, Report, make_record
-from fastamp.bench.text import load_corpus
 
 
 class Baseline(Target):
@@ -88,22 +86,14 @@ class BenchOptions(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.text = folder / "text"
-        self.text.write_bytes(bytes(range(256)) * 40)
         self.stack = ExitStack()
         self.patch()
         self.options = {name: self.find_options([name, "--help"]) for name in self.commands}
 
     def patch(self) -> None:
-        patch = self.stack.enter_context
-        corpus = load_corpus(str(self.text), block_size=16)
-        quick = lambda path, block_size: (  # noqa: E731
-            corpus if path is None else load_corpus(path, block_size=block_size)
+        self.stack.enter_context(
+            mock.patch.object(latency, "GPT", return_value=torch.nn.Linear(1, 1))
         )
-        patch(mock.patch.object(main_job, "load_corpus", quick))
-        tiny = Shape(layers=1, heads=1, width=8, block_size=16)
-        patch(mock.patch.object(main_job, "CPU_SHAPE", tiny))
-        patch(mock.patch.object(latency, "GPT", return_value=torch.nn.Linear(1, 1)))
 
     def find_options(self, words: list[str]) -> list[str]:
         said = io.StringIO()
@@ -119,8 +109,7 @@ class BenchOptions(Target):
         words = [name] if name in self.commands and rng.random() < 0.95 else []
         for _ in range(rng.randrange(6)):
             option = rng.choice(self.options[name])
-            value = str(self.text) if option == "--data" and rng.random() < 0.5 else None
-            value = value or rng.choice(WORDS)
+            value = rng.choice(WORDS)
             joined = (
                 f"{option}={value.removeprefix('--')}"  # argparse drops "--" before Python 3.13
             )

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import signal
 import sys
-import threading
 import warnings
 
 import pytest
 import torch
 from support import ranks as started_ranks
 from support.trainable import CURVES, CrashError, crash
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastamp
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.train import CheckpointError
-from fastamp.train import sharded_checkpoint as sharded
-from fastamp.train.ranks import Ranks
 
 BLOCK, N, N_HELD_OUT = 8, 96, 21
 
@@ -82,6 +77,7 @@ def train(
     sinks=(),
     looks=True,
     data=None,
+    parallel=None,
     **fields,
 ):
     """Train a tiny GPT, and return all that a test may look at."""
@@ -89,12 +85,11 @@ def train(
     settings |= {"checkpoint_dir": folder, "checkpoint_every": 3, "log_every": 4, "keep": 9}
     watching = Watching(stop_at, action, overflow_at)
     settings |= {"model_call": watching, "tracker": fastamp.MetricsTracker(sinks=list(sinks))}
-    # Every rank starts with a model of its own; the first rank's is used.
-    torch.manual_seed(_rank())
+    torch.manual_seed(0)
     model = Dropping(layers, dropout)
     try:
         result = fastamp.fine_tune(
-            model,
+            in_ranks(model, parallel),
             data or make_data(),
             make_data(N_HELD_OUT),
             fastamp.TrainConfig(**(settings | fields)),
@@ -110,23 +105,27 @@ def train(
     curves = {name: [part.tolist() for part in getattr(result, name)] for name in CURVES}
     counts = {"steps": result.steps, "skipped": result.skipped_steps, "seen": watching.seen}
     over_ranks = {name: stats._asdict() for name, stats in result.over_ranks.items()}
-    spread = sum(isinstance(p, DTensor) for p in model.parameters())
     return counts | {
         "weights": weights,
         "curves": curves,
         "over_ranks": over_ranks,
         "text": str(result),
-        "spread": spread,
-        "units": sum("FSDP" in type(m).__name__ for m in model.modules()),
     }
+
+
+def in_ranks(model, mode):
+    """Return the model as the ranks share it; None is in DDP if there are ranks."""
+    if mode == "fsdp":
+        return torch.distributed.fsdp.fully_shard(model)
+    return DistributedDataParallel(model) if torch.distributed.is_initialized() else model
 
 
 def train_by_hand(folder, mode, stop_at=0, signal_at=0):
     """Train in a loop of one's own, with a checkpoint every 3 steps; return the weights."""
-    ranks = Ranks(mode, _rank(), torch.distributed.get_world_size())
-    torch.manual_seed(_rank())
+    torch.manual_seed(0)
     model = Dropping(1, 0.2)
-    called, _ = ranks.spread(model, fastamp.TrainConfig(device="cpu", parallel=mode))
+    called = in_ranks(model, mode)
+    torch.manual_seed(_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     dataset = fastamp.ArrayDataset(*make_data())
     loader = fastamp.DataLoader(dataset, 4, shuffle=True, shard=True, seed=3)
@@ -199,32 +198,15 @@ def train_from_a_list(folder, stop_at=0):
         return str(error)
 
 
-def train_on_fewer_batches(mode, accumulate):
+def train_on_fewer_batches(mode, of):
     """Return the error of training where the second rank has a batch less than the first one."""
-    at = torch.distributed.get_rank()
-    columns = [column[: 48 - 8 * at].split(8) for column in make_data()]
-    data = in_batches(zip(*columns, strict=True))
-    return error_of(None, data=data, parallel=mode, accumulate=accumulate)
-
-
-SIZES = ([5, 3, 4, 2, 7, 1, 6], [2, 6, 1, 4, 3, 8, 2])  # of two ranks' batches
-
-
-def train_on_unequal_batches(mode, accumulate):
-    """Train on batches of other lengths than those of the other rank, or on both joined."""
-    columns, n_rows = make_data(), sum(SIZES[0])
-    parts = [
-        [column[at : at + sum(sizes)].split(sizes) for column in columns]
-        for at, sizes in ((0, SIZES[0]), (n_rows, SIZES[1]))
-    ]
-    if mode is None:
-        batches = [
-            [torch.cat(pair) for pair in zip(*two, strict=True)] for two in zip(*parts, strict=True)
-        ]
-    else:
-        batches = parts[torch.distributed.get_rank()]
-    fields = {"parallel": mode, "accumulate": accumulate, "optimizer": "sgd", "lr": 0.5}
-    return train(data=in_batches(zip(*batches, strict=True)), log_every=1, **fields)
+    data = {"train_data": make_data(), "val_data": make_data(32)}
+    columns = [column[: len(column) - 8 * _rank()].split(8) for column in data[of]]
+    data[of] = in_batches(zip(*columns, strict=True))
+    config = fastamp.TrainConfig(max_steps=20, model_call=Watching(), device="cpu")
+    return error_of_call(
+        lambda: fastamp.fine_tune(in_ranks(Dropping(1, 0.0), mode), **data, config=config)
+    )
 
 
 def train_with_sinks(mode):
@@ -233,117 +215,21 @@ def train_with_sinks(mode):
     return train(parallel=mode, sinks=[got.extend], max_steps=10) | {"got": got}
 
 
+def train_without_sharing():
+    """Return the error of training a model that the ranks do not share."""
+    return error_of_call(lambda: fastamp.fine_tune(torch.nn.Linear(2, 1), make_data()))
+
+
 def error_of(folder, **fields):
     """Return the kind and the text of the error that training raises."""
+    return error_of_call(lambda: train(folder, **fields))
+
+
+def error_of_call(call):
     try:
-        train(folder, **fields)
+        call()
     except (OSError, RuntimeError, ValueError) as error:
         return type(error).__name__, str(error)
-    return None
-
-
-def sums_of_removed(folder):
-    """Remove what the second rank has written, as if it lay on a disk that the first one lacks."""
-    mine = [*folder.glob("__1_*")]
-    for path in mine:
-        path.unlink()
-    return dict.fromkeys([path.name for path in mine], 0)
-
-
-def fail_to_write(folder, mode, where):
-    """Train where the second rank cannot write its part, or the first one what goes with it."""
-    at = torch.distributed.get_rank()
-
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if at == 1 and where == "its part":
-            patch.setattr(FileSystemWriter, "write_data", fail)
-        if at == 1 and where == "its own disk":
-            patch.setattr(sharded, "_sync_files", lambda folder, _: sums_of_removed(folder))
-        if at == 0 and where == "the rest":
-            patch.setattr(sharded, "write_file", fail)
-        return error_of(folder, parallel=mode, max_steps=7, stop_at=-1)
-
-
-class OwnError(Exception):
-    """An error that cannot be sent to another process."""
-
-    def __init__(self):
-        super().__init__("of the user's own")
-        self.lock = threading.Lock()
-
-
-class Refusing:
-    """A part whose state is refused, or not to be had."""
-
-    def __init__(self, problem):
-        self.problem = problem
-
-    def state_dict(self):
-        if isinstance(self.problem, type):
-            raise self.problem
-        return {"value": {"not pickled": lambda: 0, "a lock": threading.Lock()}.get(self.problem)}
-
-    def load_state_dict(self, state):
-        pass
-
-
-def save_what_is_refused(folder, name, problem, ranks):
-    """Return the error of a save where some ranks have a part that cannot be saved."""
-    is_one = torch.distributed.get_rank() in ranks
-    part = Refusing(problem if is_one else None)
-    checkpointer = fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1), **{name: part})
-    with pytest.raises(Exception, match="") as raised:  # noqa: PT011 - the test looks at it
-        checkpointer.save(1)
-    part.problem = None
-    checkpointer.save(2)
-    return type(raised.value).__name__, str(raised.value)
-
-
-class Versioned(torch.nn.Linear):
-    """Its scale of before version 2 was half of what it is."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state, prefix, metadata, *args):
-        if metadata.get("version", 1) < 2:
-            state[prefix + "weight"] = 2 * state[prefix + "weight"]
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-
-def save_and_restore_versions(folder):
-    """Return the versions that are restored, of a model of this version and of an older one."""
-    found = []
-    for version in (2, 1):
-        model, other = Versioned(2, 1), Versioned(2, 1)
-        torch.nn.init.ones_(model.weight)
-        model._version = version
-        fastamp.Checkpointer(folder / str(version), model=model).save(1)
-        fastamp.Checkpointer(folder / str(version), model=other).restore()
-        found.append(other.weight.tolist())
-    return found
-
-
-def make_wrongly_on_one(folder):
-    """Return the error of a Checkpointer whose loader is wrong on the second rank."""
-    loader = {"loader": [1]} if _rank() == 1 else {}
-    try:
-        fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1), **loader)
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def call_with_warnings_as_errors(folder, fields):
-    """Return the warning that training raises."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*resumed from", UserWarning)
-        try:
-            train(folder, **fields)
-        except UserWarning as warning:
-            return str(warning)
     return None
 
 
@@ -355,23 +241,15 @@ def train_as_launched(environment, errors, folder, fields):
     # torch 2.6's, in its checkpoints
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
     torch.set_num_threads(1)
-    train(folder, looks=False, **fields)
+    torch.distributed.init_process_group("gloo")
+    try:
+        train(folder, looks=False, **fields)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def call(args, fields):
     return train(*args, **fields)
-
-
-def call_for_error(args, fields):
-    return error_of(*args, **fields)
-
-
-def call_for_warnings(args, fields):
-    """Return what training returns, and the warnings of this rank."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        result = train(*args, **fields)
-    return result, [str(one.message) for one in warned if one.category is UserWarning]
 
 
 def run(started, count, *args, **fields):

@@ -142,8 +142,6 @@ def prefetched(rng, folder):
     with suppress(BrokenError):
         for batch in itertools.islice(batches, rng.randrange(25)):
             check_rows(batch)
-    if rng.random() < 0.3:
-        batches.close()
 
 
 def stepped(rng, folder):

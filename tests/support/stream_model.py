@@ -284,7 +284,6 @@ class Model(Devices, TorchFunctionMode):
             Event=primitive,
             RLock=primitive,
             Lock=primitive,
-            Barrier=self.Barrier,
             current_thread=lambda: self.current,
             get_native_id=threading.get_native_id,
         )
@@ -313,7 +312,7 @@ class Model(Devices, TorchFunctionMode):
             patch.setattr(torch.Tensor, "record_stream", _record_stream)
             patch.setattr(torch.accelerator, "is_available", lambda: True)
             fakes = {"threading": threads, "SimpleQueue": primitive, "Lock": primitive}
-            fakes["ThreadPoolExecutor"] = self.Pool
+            fakes["start_apart"] = lambda threads, _: [thread.start() for thread in threads]
             for module in modules:
                 for name in fakes.keys() & vars(module).keys():
                     patch.setattr(module, name, fakes[name])

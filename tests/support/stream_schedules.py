@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import fastamp
 from fastamp import _ops
 from fastamp.data import copies as prefetching
-from fastamp.data import passes, runners
+from fastamp.data import making, runners
 from fastamp.metrics import tracker as trackers
 from fastamp.timer import events
 
@@ -116,8 +116,6 @@ class Program:
             if rng.random() < 0.3:
                 kept.clear()
             del batch, tensors
-        if end < 100 and hasattr(batches, "close") and rng.random() < 0.5:
-            batches.close()
 
     def check(self) -> None:
         """Wait for all threads, and check what they have left."""
@@ -236,7 +234,7 @@ def run(
     if features is None:
         features = tuple(feature for feature in ALL if model.rng.random() < 0.5)
     with (
-        model.installed(module, runners, passes, trackers, events) as patch,
+        model.installed(module, runners, making, trackers, events) as patch,
         _ops.use_only("fallback"),
     ):
         patch.setattr(trackers, "QUEUE", 4)

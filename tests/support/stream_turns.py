@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,6 +93,13 @@ class Primitive:
         self.acquire()
         return self.items.pop(0)
 
+    def get_nowait(self) -> Any:
+        if not self.items:
+            raise Empty
+        self.value -= 1
+        join(self.model.current.clock, self.clock)
+        return self.items.pop(0)
+
     def release(self) -> None:
         join(self.clock, self.model.current.clock)
         self.value += 1
@@ -124,76 +132,6 @@ class Primitive:
             self.owner = None
 
 
-class Barrier(Primitive):
-    """In place of threading.Barrier."""
-
-    def wait(self) -> None:
-        self.items.append(None)
-        join(self.clock, self.model.current.clock)
-        self.model.switch(lambda: len(self.items) >= self.value)
-        join(self.model.current.clock, self.clock)
-
-    def abort(self) -> None:
-        self.value = 0
-
-
-class Future(Primitive):
-    """In place of concurrent.futures.Future."""
-
-    outcome: Any = None
-
-    def run(self, function: Callable[..., Any], args: Any) -> None:
-        if self.value:
-            return
-        try:
-            self.outcome = function(*args), None
-        except Exception as error:  # noqa: BLE001 - raised in `result`
-            self.outcome = None, error
-        self.release()
-
-    def cancel(self) -> None:
-        self.value = 1
-
-    def result(self, timeout: float | None = None) -> Any:
-        self.model.switch(lambda: self.value > 0)
-        join(self.model.current.clock, self.clock)
-        made, error = self.outcome
-        if error is not None:
-            raise error
-        return made
-
-
-class Pool:
-    """In place of concurrent.futures.ThreadPoolExecutor."""
-
-    model: Turns
-
-    def __init__(self, count: int, name: str = "") -> None:
-        self.tasks, self.count = self.model.Primitive(), count
-        self.threads: list[Thread] = []
-
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future:
-        future = self.model.Future()
-        self.tasks.put((future, function, args))
-        if len(self.threads) < self.count:
-            self.threads.append(self.model.Thread(self._serve, (self.tasks,)))
-            self.threads[-1].start()
-        return future
-
-    @staticmethod
-    def _serve(tasks: Primitive) -> None:
-        while (task := tasks.get()) is not None:
-            future, function, args = task
-            future.run(function, args)
-            del task, future, function, args
-
-    def shutdown(self) -> None:
-        for _ in self.threads:
-            self.tasks.put(None)
-        for thread in self.threads:
-            thread.join()
-
-
 class Turns:
     """Lets one thread run at a time, and keeps what was found."""
 
@@ -204,7 +142,6 @@ class Turns:
         self.threads: list[Thread] = []
         self.dead = False
         self.Thread, self.Primitive = self.own(Thread), self.own(Primitive)
-        self.Barrier, self.Future, self.Pool = map(self.own, (Barrier, Future, Pool))
         self.current = self.Thread(lambda: None)
         self.current.alive = True
 

@@ -61,7 +61,6 @@ def make_loader(rng):
         "batch_size": rng.choice([None, 1, 4]),
         "num_workers": rng.randrange(1, 5),
         "worker": "thread",
-        "persistent_workers": rng.random() < 0.3,
         "device": rng.choice([None, None, "meta"]),
     }
     failing = rng.choice([None, None, None, "worker_init_fn", "collate_fn", "sampler"])

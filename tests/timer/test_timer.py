@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import gc
 import os
+import pickle
 import sys
 import threading
 import time
@@ -95,6 +97,40 @@ def test_each_wait_for_an_item_is_a_region_and_the_loops_body_is_not(timer):
     counts = {path: stats.count for path, stats in timer.summary().items()}
     waits = {"epoch/data": 4, "left": 1, "broken": 2}
     assert counts == {"epoch": 1, "epoch/step": 3, "after": 1, **waits}
+
+
+def test_each_has_the_length_of_its_iterable_and_may_be_read_again(timer):
+    batches = timer.each("data", [1, 2, 3])
+    assert (len(batches), list(batches), list(batches)) == (3, [1, 2, 3], [1, 2, 3])
+    assert list(timer.each("data", iter("ab"))) == ["a", "b"]
+    with pytest.raises(TypeError, match="has no len"):
+        len(timer.each("data", iter("ab")))
+
+
+def test_a_recursive_function_is_one_region_at_any_depth(timer):
+    @timer.wrap("f")
+    def sum_to(n):
+        if n == 500:
+            raise ZeroDivisionError
+        return n + sum_to(n - 1) if n else 0
+
+    assert sum_to(300) == 45_150
+    with pytest.raises(ZeroDivisionError):
+        sum_to(600)
+    with timer("outer"):
+        assert sum_to(2) == 3
+    assert {p: s.count for p, s in timer.summary().items()} == {"f": 2, "outer": 1, "outer/f": 1}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_a_module_has_a_new_timer(timer, copied):
+    module = torch.nn.Linear(1, 1)
+    module.timer = timer
+    with timer("x"):
+        other = copied(module).timer
+    with other("y"):
+        pass
+    assert (list(timer.summary()), list(other.summary())) == (["x"], ["y"])
 
 
 def test_functions_that_run_in_pieces_are_refused(timer):

@@ -17,10 +17,7 @@ from support.parallel_cases import (
     N,
     at_large,
     bits,
-    call_for_error,
     draws_and_pauses,
-    error_of,
-    fail_to_write,
     four,
     run,
     train,
@@ -29,8 +26,8 @@ from support.parallel_cases import (
     train_by_hand,
     train_from_a_list,
     train_on_fewer_batches,
-    train_on_unequal_batches,
     train_with_sinks,
+    train_without_sharing,
 )
 from support.processes import CONTEXT, run_python
 from support.trainable import CURVES, names
@@ -78,22 +75,6 @@ def test_ranks_train_as_one_process_with_all_their_batches(four, mode, accumulat
         assert sorted(itertools.chain(*parts)) == sorted(whole)
 
 
-@pytest.mark.parametrize(("mode", "accumulate"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)])
-def test_unequal_batches_are_those_of_one_process_joined(four, mode, accumulate):
-    """SGD adds the gradients to the weights: a few roundings of float32 in each of six steps."""
-    first, second = four.run(2, train_on_unequal_batches, mode, accumulate)
-    expected = train_on_unequal_batches(None, accumulate)
-    assert bits(first) == bits(second)
-    assert first["steps"] == expected["steps"]
-    close = {"rtol": 1e-5, "atol": 2e-6}
-    for name in ("train_loss", "grad_norm"):
-        curves = [torch.tensor(each["curves"][name][1]) for each in (first, expected)]
-        torch.testing.assert_close(*curves, **close)
-    for name, weight in expected["weights"].items():
-        ours = torch.tensor(first["weights"][name])
-        torch.testing.assert_close(ours, torch.tensor(weight), **close)
-
-
 @pytest.mark.parametrize(("optimizer", "max_norm"), [("sgd", None), ("adagrad", 1.0)])
 def test_every_optimizer_takes_shards(four, optimizer, max_norm, tmp_path):
     fields = {"optimizer": optimizer, "max_norm": max_norm, "max_steps": 5}
@@ -110,7 +91,7 @@ def test_as_many_ranks_resume_to_the_bit(four, mode, count, tmp_path):
     fields |= {"batch_size": 16 // count, "checkpoint_every": 4}
     expected, seen = run(four, count, **fields)
     run(four, count, tmp_path, stop_at=10, **fields)
-    assert names(tmp_path) == ["step-00000004"]  # of 6, 3 in an epoch
+    assert names(tmp_path) == ["step-00000004.pt"]  # of 6, 3 in an epoch
     resumed, seen_after = run(four, count, tmp_path, **fields)
     assert [batches[8:] for batches in seen] == seen_after
     if mode == "ddp" and count > 2:
@@ -128,7 +109,7 @@ def test_other_numbers_of_ranks_go_on_with_every_sample_once(four, modes, tmp_pa
     epochs = []
     for count, mode, stop_at in zip((2, 4, 1), modes, (6, 10, 0), strict=True):
         fields = {"parallel": mode, "batch_size": 8 // count, **same}
-        n_before = int(names(tmp_path)[-1][5:]) if epochs else 0
+        n_before = int(names(tmp_path)[-1][5:13]) if epochs else 0
         ours, seen = run(four, count, tmp_path, stop_at=stop_at - n_before, **fields)
         steps = [sorted(itertools.chain(*parts)) for parts in zip(*seen, strict=True)]
         epochs[n_before:] = steps
@@ -143,14 +124,14 @@ def test_a_loop_of_ones_own_resumes_over_ranks(four, mode, tmp_path):
     expected = four.run(2, train_by_hand, tmp_path / "whole", mode)
     assert expected[0] == expected[1]
     four.run(2, train_by_hand, tmp_path / "run", mode, 11)
-    assert names(tmp_path / "run")[-1] == "step-00000009"
+    assert names(tmp_path / "run")[-1] == "step-00000009.pt"
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     assert four.run(2, train_by_hand, tmp_path / "run", mode) == expected
     assert (
         len({str(weights) for weights in four.run(4, train_by_hand, tmp_path / "other", mode)}) == 1
     )
     assert four.run(2, train_by_hand, tmp_path / "signal", mode, 0, 4) == [143, 143]
-    assert names(tmp_path / "signal") == ["step-00000010"]
+    assert names(tmp_path / "signal") == ["step-00000010.pt"]
     assert four.run(2, train_by_hand, tmp_path / "signal", mode) == expected
 
 
@@ -164,14 +145,24 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
     assert [r["seen"] for r in resumed] == [r["seen"][3:] for r in expected]
 
 
-@pytest.mark.parametrize(("mode", "accumulate", "n_left"), [("ddp", 1, 0), ("ddp", 2, 1)])
-def test_a_rank_with_fewer_batches_ends_with_an_error(four, mode, accumulate, n_left):
-    """And does not let the others wait for it."""
-    first, second = four.run(2, train_on_fewer_batches, mode, accumulate)
-    text = rf"train_data: rank 1 has {n_left} batches left for step \d, others another number: each"
-    assert second[0] == "ValueError"
-    assert re.match(text, second[1])
-    assert first[0] == "RuntimeError"  # the other one has gone
+@pytest.mark.parametrize(("mode", "of"), [("ddp", "train_data"), ("fsdp", "val_data")])
+def test_unlike_numbers_of_batches_are_an_error_on_all(four, mode, of):
+    lengths = [12, 11] if of == "train_data" else [4, 3]
+    text = f"{of}: expected as many batches on every rank, got {lengths}"
+    assert four.run(2, train_on_fewer_batches, mode, of) == [("ValueError", text)] * 2
+
+
+def test_a_model_that_ranks_do_not_share_is_refused(four):
+    for kind, text in four.run(2, train_without_sharing):
+        assert kind == "ValueError"
+        assert text.startswith("model: expected a model in DistributedDataParallel, or sharded")
+        assert text.endswith("as there are 2 ranks, got Linear")
+
+
+def test_a_program_under_torchrun_that_makes_no_process_group_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "as there are 2 ranks, got Linear" in train_without_sharing()[1]
 
 
 @pytest.mark.parametrize("mode", ["ddp", at_large("fsdp")])
@@ -208,63 +199,6 @@ def test_every_rank_draws_for_itself_and_gradients_are_exchanged_once_a_step(fou
     (first, n_first), (second, n_second) = four.run(2, draws_and_pauses, 4)
     assert first != second
     assert n_first == n_second == 4  # of 6 batches, in steps of 4 and 2
-
-
-def test_blocks_are_sharded_one_by_one(four):
-    ours, _ = run(four, 2, parallel="fsdp", layers=2, max_steps=1)
-    assert ours["units"] == 3  # two blocks, and the rest
-    assert ours["spread"] == len(ours["weights"])
-    assert run(four, 2, max_steps=1)[0]["spread"] == 0  # None is DDP
-
-
-def test_processes_and_ranks_refuse_each_others_checkpoints_and_other_runs(four, tmp_path):
-    run(four, 2, tmp_path / "ranks", max_steps=3)
-    kind, text = error_of(tmp_path / "ranks", max_steps=3)
-    assert kind == "CheckpointError"
-    assert "step-00000003: was written by several ranks: torchrun --nproc-per-node 1" in text
-    train(tmp_path / "alone", max_steps=3)
-    for kind, text in four.run(2, call_for_error, (tmp_path / "alone",), {"max_steps": 3}):
-        assert kind == "CheckpointError"
-        assert "step-00000003.pt: was written by a single process" in text
-    for kind, text in four.run(4, call_for_error, (tmp_path / "ranks",), {"lr": 0.5}):
-        assert kind == "CheckpointError"
-        assert "it has lr=0.01, this run 0.5" in text
-
-
-@pytest.mark.parametrize("mode", [at_large("ddp"), "fsdp"])
-def test_a_rank_that_cannot_write_is_an_error_on_all(four, mode, tmp_path):
-    run(four, 2, tmp_path, parallel=mode, max_steps=7, stop_at=4)
-    problems = dict.fromkeys(("its part", "the rest"), "No space")
-    problems["its own disk"] = "the first rank does not see __1_0.distcp"
-    for where, problem in problems.items():
-        for kind, text in four.run(2, fail_to_write, tmp_path, mode, where):
-            assert kind == "OSError"
-            begins = f"checkpoint_dir={tmp_path}: step-00000006 cannot be written: "
-            assert begins + problem in text
-        assert names(tmp_path) == ["step-00000003"]
-    assert run(four, 2, tmp_path, parallel=mode, max_steps=7)[0]["steps"] == 7
-
-
-def test_ranks_are_asked_for_by_who_has_some():
-    with pytest.raises(ValueError, match="parallel: expected None, as neither torchrun nor"):
-        train(parallel="ddp")
-    with pytest.raises(ValueError, match="parallel: expected one of ddp, fsdp or None, got 'zero'"):
-        train(parallel="zero")
-
-
-def test_a_rank_beyond_the_world_is_refused_and_not_waited_for(monkeypatch):
-    for name, value in (("RANK", "2"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="RANK: expected one of WORLD_SIZE=2 ranks, got 2"):
-        train(device="cpu")
-
-
-def test_fsdp_is_refused_where_torch_has_none(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setattr(torch.cpu, "Stream", object)  # as torch 2.6's, without record_event
-    with pytest.raises(ValueError, match=r"parallel: torch .* has no FSDP2 on the CPU, got 'fsdp'"):
-        train(parallel="fsdp", device="cpu")
 
 
 def free_port():
@@ -324,7 +258,7 @@ def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves_on_all(mode, la
         assert process.exitcode == 143
         assert len(said) == (rank == 0), said  # the first one says where the run resumes
         assert rank or "resumed at step" in said[0]
-    last = int(names(folder)[-1][5:])
+    last = int(names(folder)[-1][5:13])
     assert last % 4 == 0 or last % 3 == 0  # log_every, or the next checkpoint
 
 

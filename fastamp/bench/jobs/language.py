@@ -1,6 +1,6 @@
-"""Jobs of language models on the bytes of real text: `gpt`, trained whole, and `lora`."""
+"""Jobs of language models on the bytes of real text: GPTs, trained whole, and `lora`."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -8,12 +8,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fastamp
-from fastamp.bench.gpt import GPT, Shape
+from fastamp.bench.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.bench.text import Corpus, load_corpus
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3  # at a width of 256; in inverse proportion to the width, as in muP
 VALIDATION_WINDOWS = 64
+# 11.2 M parameters. Many thin layers: the activations, which a lower precision halves, outweigh the
+# parameters and Adam's state, which it does not. Heads of 128, for which torch's bf16 attention is
+# fastest.
+MAIN_SHAPES = {
+    "cpu": Shape(layers=14, heads=2, width=256, block_size=128),
+    "cuda": GPT2_SMALL,
+}
+MAIN_BATCH = 8  # on a CPU: many short steps make many blocks
 # Small, so that the loop's overhead shows beside the model's own work.
 SHAPES = {
     "cpu": Shape(layers=2, heads=2, width=256, block_size=64),
@@ -24,18 +32,31 @@ DEEP = Shape(layers=24, heads=2, width=128, block_size=64)
 RANK = 8  # of LoRA's matrices, of which DEEP has 192
 
 
-def make_gpt(
-    device: str,
-    seed: int,
-    *,
-    shape: Shape | None = None,
-    batch_size: int | None = None,
-    corpus: Corpus | None = None,
-) -> tuple[Any, ...]:
+@cache
+def _read(block_size: int) -> Corpus:
+    return load_corpus(None, block_size=block_size)
+
+
+def make_gpt(device: str, seed: int) -> tuple[Any, ...]:
+    """A GPT of 11.2 M (on a GPU: GPT-2's shape) on the sources of the standard library."""
+    batch_size = MAIN_BATCH
+    if device == "cuda":
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+        # About 0.6 GiB a window in FP32, beside six arms of 2 GiB.
+        batch_size = next((size for size in (32, 16, 8, 4, 2) if size <= gib - 12), 1)
+    return make_model(seed, MAIN_SHAPES[device], batch_size)
+
+
+def make_small_gpt(device: str, seed: int) -> tuple[Any, ...]:
     """A GPT of two layers (on a GPU: six) on the sources of the standard library; 8 x 64 bytes."""
-    shape, batch_size = shape or SHAPES[device], batch_size or BATCH_SIZES[device]
-    if corpus is None:
-        corpus = load_corpus(None, block_size=shape.block_size)
+    return make_model(seed, SHAPES[device], BATCH_SIZES[device])
+
+
+def make_model(
+    seed: int, shape: Shape, batch_size: int, corpus: Corpus | None = None
+) -> tuple[Any, ...]:
+    """Return a GPT of a shape as a task."""
+    corpus = corpus or _read(shape.block_size)
     train, held_out = (
         fastamp.TokenDataset(text, shape.block_size) for text in (corpus.train, corpus.validation)
     )
@@ -88,9 +109,9 @@ class _LoRA(nn.Module):
         return result
 
 
-def make_lora(device: str, seed: int) -> tuple[Any, ...]:
+def make_lora(_device: str, seed: int) -> tuple[Any, ...]:
     """A frozen GPT of 24 layers with LoRA: 192 small matrices; batches of 4 x 64 bytes."""
-    model, data, loss, options = make_gpt(device, seed, shape=DEEP, batch_size=4)
+    model, data, loss, options = make_model(seed, DEEP, batch_size=4)
     model.requires_grad_(requires_grad=False)
     for block in model.blocks:
         for name in ("qkv", "attention_out", "up", "down"):

@@ -1,4 +1,4 @@
-"""Jobs of small networks on rows of numbers: `mlp`, `tabular` and `rl`."""
+"""Jobs of small networks on rows of numbers: `mlp` and `rl`."""
 
 from functools import partial
 from itertools import pairwise
@@ -42,17 +42,6 @@ def make_mlp(_device: str, seed: int) -> tuple[Any, ...]:
     images = torch.randn(len(labels), 784, generator=rng).mul_(NOISE).add_(patterns[labels])
     data, held_out = TensorDataset(images[:ROWS], labels[:ROWS]), (images[ROWS:], labels[ROWS:])
     return _make_layers(784, 256, 10), data, functional.cross_entropy, find_options(*held_out, 256)
-
-
-def make_tabular(_device: str, seed: int) -> tuple[Any, ...]:
-    """60,000 rows of 100 numbers, which a network labels; 100-128-128-10, batches of 128."""
-    rng = torch.Generator().manual_seed(seed)
-    rows = torch.randn(ROWS + HELD_OUT, 100, generator=rng)
-    first, second = (torch.randn(n, m, generator=rng) for n, m in ((100, 32), (32, 10)))
-    labels = ((rows @ first).relu() @ second).argmax(1)
-    data, options = TensorDataset(rows[:ROWS], labels[:ROWS]), (rows[ROWS:], labels[ROWS:], 128)
-    model = _make_layers(100, 128, 128, 10)
-    return model, data, functional.cross_entropy, find_options(*options)
 
 
 class _Values(nn.Module):

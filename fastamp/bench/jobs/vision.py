@@ -1,9 +1,8 @@
-"""Jobs of images: `cnn` with crops and flips, `groups` with a rate for each tensor, `images`."""
+"""Jobs of images: `cnn` with crops and flips, and `images`, a folder of photographs."""
 
 import atexit
 import shutil
 import tempfile
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
 import fastamp
 from fastamp.bench import crops, photos
 from fastamp.bench.jobs.networks import HELD_OUT, MAX_NORM, find_options
 
 COUNT = 50_000  # images, as in CIFAR-10
-PATCHED = 10_000  # images of `groups`
 PHOTOS = 256
-DECAY = 0.98  # of the learning rate, from a tensor to the one before it
 
 
 class _Pictures(fastamp.ArrayDataset):
@@ -87,36 +83,3 @@ def make_images(_device: str, seed: int) -> tuple[Any, ...]:
     model = _make_convolutions(nn.Conv2d(3, 16, 7, stride=4, padding=3), 16, 32, 64, 64, 64)
     options = {"batch_size": 8, "max_norm": MAX_NORM}
     return model, _Photos(folder), functional.cross_entropy, options
-
-
-class _ViT(nn.Module):
-    """ViT-tiny for 3x32x32, in patches of 8x8."""
-
-    def __init__(self, layers: int = 12, width: int = 192, heads: int = 3) -> None:
-        super().__init__()
-        self.patches = nn.Sequential(_FromPixels(), nn.Conv2d(3, width, 8, stride=8))
-        self.place = nn.Parameter(0.02 * torch.randn(16, width))
-        made = partial(nn.TransformerEncoderLayer, width, heads, 4 * width, dropout=0.0)
-        options: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
-        self.blocks = nn.Sequential(*(made(**options) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        tokens = self.patches(pixels).flatten(2).mT + self.place
-        logits: Tensor = self.head(self.norm(self.blocks(tokens)).mean(1))
-        return logits
-
-
-def make_groups(_device: str, seed: int) -> tuple[Any, ...]:
-    """ViT-tiny with a group and a learning rate for each tensor; batches of 16."""
-    images, labels = _draw_pictures(PATCHED + HELD_OUT, seed)
-    data = TensorDataset(images[:PATCHED], labels[:PATCHED])
-    options = find_options(images[PATCHED:], labels[PATCHED:], 16) | {"optimizer": _decay_rates}
-    return _ViT(), data, functional.cross_entropy, options
-
-
-def _decay_rates(model: nn.Module) -> torch.optim.Optimizer:
-    parameters = [*model.parameters()]
-    rates = [1e-3 * DECAY**place for place in reversed(range(len(parameters)))]
-    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)]
-    return torch.optim.AdamW(groups)

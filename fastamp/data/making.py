@@ -1,0 +1,335 @@
+"""Who makes the batches of a pass over a loader, and out of what."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, IterDataPipe, default_collate
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from fastamp.data.arrays import Columns
+from fastamp.data.collate import BatchCollator, FasterCollate
+from fastamp.data.copies import copy_all, make_copies
+from fastamp.data.items import (
+    Failed,
+    Items,
+    Made,
+    Stream,
+    WorkerItems,
+    WorkerJobs,
+    change,
+    hand_on,
+)
+from fastamp.data.memory import Memory, can_pin
+from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers
+from fastamp.data.passes import LoaderPass, LoaderStats
+from fastamp.data.position import Position, find_save
+from fastamp.data.runners import (
+    Threads,
+    WorkerInfo,
+    become_worker,
+    here,
+    in_threads,
+    make_in_worker,
+    own_copy,
+    read_stream,
+)
+from fastamp.data.sample_rng import Order, draw_seed, generators_kept
+from fastamp.data.sources import Gathered, find_columns, why_not
+
+_TORCHS_NEXT = _BaseDataLoaderIter.__next__
+_OPTIONS = (
+    "in_order",
+    "multiprocessing_context",
+    "num_workers",
+    "persistent_workers",
+    "pin_memory_device",
+    "prefetch_factor",
+    "timeout",
+)
+"""The arguments of torch's loader that are handed on as they are."""
+
+
+def no_pass() -> None:
+    """Return nothing: no pass has begun."""
+
+
+@dataclass
+class Options:
+    """A loader's options beyond torch's, its place, and what lives longer than a pass."""
+
+    device: torch.device | str | int | None
+    seed: int | None
+    share: Share | None
+    worker: str | None
+    max_bytes: int
+    next: Position = field(default_factory=Position)
+    """Where the next pass begins."""
+    told_epoch: int | None = None
+    find_pass: Callable[[], LoaderPass | None] = no_pass
+    """Returns the pass that began last, while it lives."""
+    save: Callable[[], Any] | None = None
+    """Returns the state of a stream that has one, in that pass."""
+    stats: LoaderStats = field(default_factory=LoaderStats)
+    memory: Memory | None = None
+    base_seed: int | None = None
+    """Of the workers, once a pass has begun."""
+    inner: Any = None
+    """torch's loader whose workers persist, and what stands in the dataset's place."""
+
+    def begin_at(self, position: Position, sampler: Any) -> None:
+        """Let the next pass begin at this position."""
+        self.next = position
+        if isinstance(sampler, SeededSampler):
+            sampler.place(position.epoch)
+
+
+def find_source(loader: Any) -> torch.Generator | None:
+    """Return what the order of later epochs is drawn from; None for torch's default generator."""
+    generator: torch.Generator | None = loader.generator if loader._fastamp.seed is None else None
+    return find_generator(find_samplers(loader)) or generator
+
+
+def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPass:
+    """Begin a pass over a fastamp.DataLoader."""
+    own: Options = loader._fastamp
+    if loader.timeout and not loader.num_workers:
+        msg = f"timeout: expected 0 without workers, got {loader.timeout}"
+        raise AssertionError(msg)  # as torch's
+    if loader.num_workers and not loader.prefetch_factor:
+        msg = f"prefetch_factor must be greater than 0, got {loader.prefetch_factor}"
+        raise AssertionError(msg)  # as torch's
+    sampler = loader.sampler
+    if isinstance(sampler, SeededSampler) and sampler.told is not None:
+        if sampler.told != own.next.epoch:
+            loader.set_epoch(sampler.told)
+        sampler.told = None
+    position, own.save = replace(own.next), None
+    making = Making(loader, own, position, device)
+    batches = making.begin()
+    own.begin_at(Position(epoch=position.epoch + 1), sampler)
+    begun = LoaderPass(batches, position, own.stats, loader.__len__, making.plan.states)
+    own.find_pass = ref(begun)
+    return begun
+
+
+class Making:
+    """Chooses what makes the batches of a pass, and who."""
+
+    def __init__(
+        self,
+        loader: Any,
+        own: Options,
+        position: Position,
+        device: torch.device | str | int | None,
+    ) -> None:
+        self.loader, self.own, self.position = loader, own, position
+        self.device = None if device is None else torch.device(device)
+        self.single = not loader._auto_collation
+        self.pins = loader.pin_memory and can_pin()
+        on_cuda = self.device is not None and self.device.type == "cuda"
+        pinned = (loader.pin_memory or on_cuda) and can_pin()
+        if own.memory is None or own.memory.pinned != pinned:
+            own.memory = Memory(pinned=pinned, max_bytes=own.max_bytes)
+        self.memory = own.memory
+        batches = loader.sampler if self.single else loader.batch_sampler
+        # A loader that was made anew from another one's attributes has its sampler.
+        is_seeded = own.seed is None and isinstance(loader.sampler, SeededSampler)
+        seed = loader.sampler.seed if is_seeded else own.seed
+        self.plan = Plan(batches, self.single, seed, own.share, find_source(loader))
+
+    def begin(self) -> Iterator[Made | Failed]:
+        """Return the batches, on their device."""
+        loader, device, columns = self.loader, self.device, find_way(self.loader)
+        dataset, state = loader.dataset, self.position.dataset_state
+        is_stream = isinstance(dataset, IterableDataset)
+        if state is not None and not is_stream:
+            dataset.load_state_dict(state["dataset"])
+        if isinstance(columns, Columns):
+            items = Items(dataset, loader.collate_fn, single=False)
+            gathered = Gathered(columns, self.memory, items, self.own.max_bytes)
+            if device is None or is_same(gathered.device, device):
+                device = None
+            elif device.type == "cuda" and gathered.device.type == "cpu":
+                return self._ahead(gathered, device)
+            batches = here(gathered.make, self._jobs())
+        elif is_stream:
+            batches = self._read_stream()
+        elif loader.num_workers and self.own.worker == "thread":
+            batches = self._in_threads()
+        elif loader.num_workers or is_replaced():
+            batches = self._in_processes()
+        else:
+            batches = here(self._items(dataset).make, self._jobs())
+        if device is None or device.type == "cpu":
+            return batches
+        return copy_all(batches, device)
+
+    def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made | Failed]:
+        """Return gathered batches; a thread gathers the next one, and begins its copy."""
+        copies: Any = make_copies(device)
+
+        def make(rows: Any, order: Order, number: int) -> Made:
+            with copies.thread():
+                return gathered.make(rows, order, number, copies.start)
+
+        threads = Threads(1, "fastamp")
+        ahead = in_threads(threads, make, self._jobs(), ahead=1)
+        return map(partial(change, copies.deliver), ahead)
+
+    def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
+        collate_fn = self.loader.collate_fn
+        if type(collate_fn) is BatchCollator and not in_process:
+            collate_fn = collate_fn.with_memory(self.memory)
+        elif collate_fn is default_collate:
+            collate_fn = FasterCollate(Memory() if in_process else self.memory)
+        return Items(dataset, collate_fn, single=self.single, pins=self.pins and not in_process)
+
+    def _source(self, *, apart: bool) -> torch.Generator:
+        """Return what the seed of workers is drawn from, or one apart: for a pass begun again."""
+        own, position, generator = self.own, self.position, self.loader.generator
+        if apart:
+            return torch.Generator().manual_seed(position.sample_seed or 0)
+        if generator is None and own.seed is not None and own.share is None:
+            return torch.Generator().manual_seed(own.seed + position.epoch)
+        return torch.default_generator if generator is None else generator
+
+    def _jobs(self, same: torch.Generator | None = None) -> Iterator[Any]:
+        """Begin the order; see `_draw_base`."""
+        return self.plan.begin(self.position, partial(self._draw_base, same))
+
+    def _draw_base(self, same: torch.Generator | None, apart: bool) -> None:  # noqa: FBT001
+        """Draw the seed of workers as torch's iterators do; workers that persist keep theirs.
+
+        `same` becomes the generator that torch's own iterator draws the same seed from.
+        """
+        own, position, seed = self.own, self.position, self.plan.seed
+        if own.base_seed is None or not self.loader.persistent_workers:
+            source = self._source(apart=apart)
+            if same is not None:
+                same.set_state(source.get_state())
+            own.base_seed = draw_seed(source)
+        if position.sample_seed is None:
+            position.sample_seed = own.base_seed if seed is None else seed
+
+    def _in_threads(self) -> Iterator[Made | Failed]:
+        loader, own, count = self.loader, self.own, self.loader.num_workers
+        jobs = self._jobs()
+
+        def begin(number: int) -> None:
+            dataset = own_copy(loader.dataset)
+            info = WorkerInfo(number, count, (own.base_seed or 0) + number, dataset)
+            become_worker(info, self._items(dataset), loader.worker_init_fn)
+
+        make = partial(make_in_worker, torch.is_grad_enabled())
+        ahead = loader.prefetch_factor * count
+        return in_threads(Threads(count, "fastamp worker", begin), make, jobs, ahead=ahead)
+
+    def _in_processes(self) -> Iterator[Made | Failed]:
+        """Return the batches of torch's iterator over a map-style dataset."""
+        loader, own, same = self.loader, self.own, torch.Generator()
+        placed = self._jobs(same)
+        if own.inner is not None:
+            inner, jobs = own.inner
+            jobs.begin(placed)
+            return iter(inner)
+        jobs = WorkerJobs(placed, is_placed=not is_replaced())
+        how: dict[str, Any] = {"batch_size": None, "sampler": jobs}
+        if not self.single:
+            how = {"batch_size": 1, "batch_sampler": jobs}
+        if is_replaced():  # who replaces torch's `__next__` reads the dataset and the indices there
+            own_way = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+            inner = self._torchs(loader.dataset, same, **how, **own_way)
+            return map(Made, iter(inner))
+        items = WorkerItems(self._items(loader.dataset, in_process=True), loader.worker_init_fn)
+        inner = self._torchs(
+            items, same, **how, collate_fn=hand_on, worker_init_fn=items.init_worker
+        )
+        if loader.persistent_workers:
+            own.inner = inner, jobs
+        return iter(inner)
+
+    def _torchs(self, dataset: Any, generator: torch.Generator, **how: Any) -> Any:
+        """Return torch's loader with the options of this one; its own thread pins the batches."""
+        options = {name: getattr(self.loader, name) for name in _OPTIONS}
+        options["generator"] = None if generator is torch.default_generator else generator
+        options["pin_memory"] = self.memory.pinned
+        if not self.loader.num_workers:
+            options["prefetch_factor"] = None
+        return TorchDataLoader(dataset, **options, **how)
+
+    def _read_stream(self) -> Iterator[Made | Failed]:
+        """Return the batches of torch's iterator over an iterable dataset."""
+        loader, own, position = self.loader, self.own, self.position
+        count, same = loader.num_workers, torch.Generator()
+        inner, stream = own.inner or (None, None)
+        if isinstance(loader.dataset, IterDataPipe):
+            same = self._source(apart=position.sample_seed is not None)  # torch seeds the pipes
+            position.sample_seed = position.sample_seed or 0
+        else:
+            self._draw_base(same, position.sample_seed is not None)
+        if inner is None:
+            inner, stream = self._open_stream(same)
+            own.inner = (inner, stream) if loader.persistent_workers else None
+        inner._IterableDataset_len_called = loader._IterableDataset_len_called
+        if stream is None:
+            return map(Made, iter(inner))
+        stream.begin(position.sample_seed, position.epoch, position.dataset_state)
+        if count:
+            return iter(inner)
+        batches = read_stream(stream, iter(inner))
+        own.save = stream.state_dict if find_save(loader.dataset) else None
+        if own.save is None and position.batch:
+            with generators_kept():  # read what was delivered once more
+                for _ in islice(batches, position.batch):
+                    pass
+        stream.cell.number = position.batch
+        return batches
+
+    def _open_stream(self, generator: torch.Generator) -> tuple[Any, Stream | None]:
+        """Return torch's loader of an iterable dataset, and what stands in that one's place."""
+        loader, dataset = self.loader, self.loader.dataset
+        how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        if isinstance(dataset, IterDataPipe):  # torch reads its graph
+            own = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+            return self._torchs(dataset, generator, **how, **own), None
+        collate_fn = self._items(dataset, in_process=loader.num_workers > 0).collate_fn
+        stream = Stream(dataset, collate_fn, loader.num_workers, loader.worker_init_fn)
+        own = {"collate_fn": stream.collate, "worker_init_fn": stream.init_worker}
+        return self._torchs(stream, generator, **how, **own), stream
+
+
+def is_replaced() -> bool:
+    """Say whether a program has replaced what torch's iterators do for each batch."""
+    return _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
+
+
+def is_same(one: torch.device, other: torch.device) -> bool:
+    """Say whether a device is another one, which may be the current one of its type."""
+    return one.type == other.type and other.index in (None, one.index)
+
+
+def find_way(loader: Any) -> Columns | str:
+    """Return the columns that a loader gathers, or why it reads its dataset item by item."""
+    if is_replaced():
+        return "torch's iterators are replaced"
+    if loader.num_workers and loader.worker_init_fn is not None:
+        return "worker_init_fn is given"
+    reason = why_not(loader.collate_fn, single=not loader._auto_collation)
+    return reason or find_columns(loader.dataset, loader._fastamp.max_bytes)
+
+
+def describe(loader: Any) -> str:
+    """Return how a loader makes its batches."""
+    way, count = find_way(loader), loader.num_workers
+    if isinstance(way, Columns):
+        device = way.arrays[0].device
+        return "gathered" if device.type == "cpu" else f"gathered on {device}"
+    kind = "thread" if loader._fastamp.worker == "thread" else "worker"
+    workers = f", in {count} {kind}{'s' * (count > 1)}" if count else ""
+    return f"item by item{workers}: {way}"

@@ -1,0 +1,127 @@
+"""Metrics of one's own, and runs that end early by them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.trainable import make_data
+
+import fastamp
+from fastamp import TrainConfig, fine_tune
+
+N, FOLDS, EPOCHS = 60, 3, 12
+
+
+def make_model():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+
+
+def auc(model, x, y):
+    """Return the share of pairs of a positive and a negative that the model orders rightly."""
+    scores = model(x)[:, 1] - model(x)[:, 0]
+    return (scores[y == 1, None] > scores[None, y == 0]).double().mean().item()
+
+
+def fold(k):
+    """Return a fold's data to train on and to evaluate on."""
+    x, y = make_data(N)
+    held_out = torch.arange(N) % FOLDS == k
+    y = (x[:, 0] > 0).long()
+    return (x[~held_out], y[~held_out]), (x[held_out], y[held_out])
+
+
+def by_hand(k, patience):
+    """Train with torch alone, in full batches, and return the AUC after each epoch."""
+    (x, y), held_out = fold(k)
+    model, found = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(EPOCHS):
+        model.train()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found.append(auc(model, *held_out))
+        best = found.index(max(found))
+        if len(found) - 1 - best >= patience:
+            break
+    return found
+
+
+def by_fine_tune(k, folder=None, **fields):
+    data, held_out = fold(k)
+    dataset = torch.utils.data.TensorDataset(*data)
+    settings = {"epochs": EPOCHS, "max_norm": None, "schedule": "constant", "metric": "auc"}
+    settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.05), "mode": "max"}
+    settings |= {"evaluate": lambda model: {"auc": auc(model, *held_out)}}
+    settings |= {"checkpoint_dir": folder, "device": "cpu"}
+    loader = torch.utils.data.DataLoader(dataset, len(dataset))
+    return fine_tune(make_model(), loader, config=TrainConfig(**(settings | fields)))
+
+
+def test_folds_with_auc_and_early_stopping_are_those_written_by_hand():
+    lengths = set()
+    for k in range(FOLDS):
+        expected = by_hand(k, 2)
+        result = by_fine_tune(k, patience=2)
+        assert result.metrics["auc"].values.tolist() == expected
+        assert result.steps == len(expected)
+        lengths.add(len(expected))
+    assert min(lengths) < EPOCHS
+
+
+def test_patience_is_resumed_and_a_run_that_it_ended_has_finished(tmp_path):
+    numbers = [0.5, 0.7, 0.6, 0.7, 0.9, 0.9]
+    seen = []
+
+    def evaluate(_):
+        seen.append(numbers[len(seen)])
+        return {"auc": seen[-1]}
+
+    by_fine_tune(0, tmp_path, epochs=3, evaluate=evaluate, patience=2)
+    result = by_fine_tune(0, tmp_path, evaluate=evaluate, patience=2)
+    assert result.metrics["auc"].values.tolist() == numbers[:4]
+    with pytest.raises(ValueError, match="nothing is left to train at step 4"):
+        by_fine_tune(0, tmp_path, evaluate=evaluate, patience=2)
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 2)])
+def test_the_best_checkpoint_is_that_of_the_metric(mode, best, tmp_path):
+    numbers = iter([0.1, 0.3, 0.2, math.nan])
+    fields = {"evaluate": lambda _: {"auc": next(numbers)}, "mode": mode}
+    result = by_fine_tune(0, tmp_path, epochs=4, keep=9, keep_best=True, **fields)
+    assert result.best_checkpoint == tmp_path / f"step-{best:08}.pt"
+
+
+def test_a_callback_sees_each_evaluation_and_ends_the_run():
+    seen = []
+
+    def look(step, numbers):
+        seen.append((step, sorted(numbers)))
+        return step == 4
+
+    data, held_out = fold(0)
+    config = {"batch_size": 8, "eval_every": 2, "on_evaluation": look, "device": "cpu"}
+    config |= {
+        "evaluate": lambda model: {"training": model.training, "grad": torch.is_grad_enabled()}
+    }
+    result = fine_tune(make_model(), data, held_out, TrainConfig(**config))
+    assert seen == [(2, ["grad", "loss", "training"]), (4, ["grad", "loss", "training"])]
+    assert result.steps == 4
+    assert not any(result.metrics["training"].values)
+    assert not any(result.metrics["grad"].values)
+
+
+def test_a_metric_that_nobody_computes_is_refused():
+    with pytest.raises(ValueError, match="metric: expected one of auc, got 'f1'"):
+        by_fine_tune(0, metric="f1", patience=1)
+    with pytest.raises(ValueError, match="patience: expected val_data, whose loss"):
+        by_fine_tune(0, metric="loss", patience=1)
+    with pytest.raises(ValueError, match="mode: expected one of min, max, got 'up'"):
+        TrainConfig(mode="up")
+    assert fastamp.TrainConfig().patience is None
