@@ -33,7 +33,7 @@ def make_optimizer(
 ) -> Optimizer:
     """Return the optimizer of what requires a gradient, in the model and in a loss of its own.
 
-    A callable gets no options. Without `fused=` it is fused if torch supports that.
+    A callable gets no options. Adam and AdamW are fused where torch supports that.
     """
     trained = nn.ModuleList([model] if loss is None else [model, loss])
     parameters = [p for p in trained.parameters() if p.requires_grad]
@@ -41,8 +41,10 @@ def make_optimizer(
         msg = f"model: {type(model).__name__} has no parameter that requires a gradient"
         raise ValueError(msg)
     if isinstance(kind, str):
-        # torch refuses complex ones only in the step.
-        fused = {"fused": not any(p.is_complex() for p in parameters) or None}
+        # torch refuses complex ones only in the step; its fused SGD and Adagrad take no sparse
+        # gradients, and no DTensors.
+        is_fused = kind in {"adam", "adamw"} and not any(p.is_complex() for p in parameters)
+        fused = {"fused": is_fused or None}
         try:
             return OPTIMIZERS[kind](parameters, **fused | options)  # type: ignore[no-any-return]
         except RuntimeError:  # not fused for this device or dtype

@@ -63,8 +63,6 @@ class Run:
             raise TypeError(msg + "split, forward, loss or count")
         self.loss = self._find_loss()
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        if ranks.mode == "fsdp" and config.max_norm is None:
-            options["fused"] = None  # torch's fused SGD and Adagrad do not support DTensors
         self.optimizer = make_optimizer(model, config.optimizer, loss=self.loss, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(

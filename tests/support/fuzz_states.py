@@ -1,4 +1,4 @@
-"""Fuzzed: the states of tracker, scaler and loader, and the options of config and loader."""
+"""Fuzzed: the states of tracker and loader, and the options of config and loader."""
 
 from __future__ import annotations
 
@@ -64,49 +64,6 @@ class TrackerState(Target):
                 assert (steps.dtype.name, values.dtype.name) == ("int64", "float64")
                 assert len(steps) == len(values) > 0
                 assert subject.summary()[name].count == stats.count + n_more
-
-
-class ScalerState(Target):
-    """What `GradScaler.load_state_dict` accepts can be stepped with, and saved again."""
-
-    errors = (ValueError, RuntimeError)
-
-    def make(self, rng: random.Random) -> Any:
-        self.has_stepped = rng.random() < 0.5
-        scaler = self.fresh()
-        return mutate(scaler.state_dict(), rng, OBJECTS)
-
-    def fresh(self) -> fastamp.GradScaler:
-        scaler = fastamp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        if self.has_stepped:  # its scale is a tensor
-            scaler.scale(torch.ones(()))
-        return scaler
-
-    def step(self, scaler: fastamp.GradScaler) -> None:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True)
-        scaler.scale(parameter.sum()).backward()
-        scaler.step(optimizer, max_norm=1.0)
-        scaler.update()
-
-    def look(self, subject: fastamp.GradScaler) -> Any:
-        own = (subject._init_scale, subject._init_growth_tracker)
-        return (*own, subject.state_dict(), subject.skipped_steps)
-
-    def load(self, subject: fastamp.GradScaler, given: Any) -> None:
-        subject.load_state_dict(given)
-
-    def use(self, subject: fastamp.GradScaler, given: Any, loaded: None) -> None:
-        state = json.loads(json.dumps(subject.state_dict()))
-        stock = torch.amp.GradScaler("cpu")
-        stock.load_state_dict(given)
-        for name, value in stock.state_dict().items():  # a float32 may have held the scale
-            assert math.isclose(value, state[name], rel_tol=1e-6, abs_tol=1e-40)
-        self.step(subject)
-        self.step(subject)
-
-    def is_clear(self, error: BaseException) -> bool:
-        return is_raised_by(error, OURS, TORCH) and len(str(error)) > 10
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -271,7 +228,6 @@ class LoaderOptions(Target):
 
 TARGETS = {
     "tracker": TrackerState,
-    "scaler": ScalerState,
     "loader_state": LoaderState,
     "config": Config,
     "loader_options": LoaderOptions,

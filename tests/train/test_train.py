@@ -254,7 +254,7 @@ def test_gradients_from_before_are_dropped():
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad"])
-def test_optimizers_are_torchs_fused_ones(name, monkeypatch):
+def test_optimizers_are_torchs_and_adams_are_fused(name, monkeypatch):
     made = []
     init = torch.optim.Optimizer.__init__
     monkeypatch.setattr(
@@ -262,7 +262,8 @@ def test_optimizers_are_torchs_fused_ones(name, monkeypatch):
     )
     run(optimizer=name, max_steps=2, weight_decay=0.03)
     ((optimizer, _, defaults),) = made
-    assert (type(optimizer).__name__.lower(), defaults["fused"]) == (name, True)
+    is_fused = True if name.startswith("adam") else None
+    assert (type(optimizer).__name__.lower(), defaults["fused"]) == (name, is_fused)
     assert defaults["weight_decay"] == 0.03
 
 
