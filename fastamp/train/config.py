@@ -64,8 +64,8 @@ class TrainConfig:
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw" or "adam", fused where torch supports it, "sgd" or "adagrad"; or a callable that
     makes an optimizer of the list of all parameters that require a gradient, those of the loss
-    last, and ignores `lr` and `weight_decay`. As with `lr`, a run resumes only at the learning rates
-    that it began with: a CheckpointError names both."""
+    last, and ignores `lr` and `weight_decay`. As with `lr`, a run resumes only at the rates that it
+    began with: a CheckpointError names both."""
     schedule: str = "cosine"
     """Of the learning rate: "cosine" or "linear", which end at 0, or "constant". Skipped steps do
     not count."""
