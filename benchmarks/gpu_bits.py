@@ -43,9 +43,6 @@ NUMBERS = {
     "betas": (0.3, 0.99),
     "eps": 1e-3,
     "momentum": 0.9,
-    "dampening": 0.5,
-    "lr_decay": 0.1,
-    "initial_accumulator_value": 0.1,
 }
 """Options of optimizers, and values that are not their defaults."""
 OF_TORCH = {"foreach", "capturable", "differentiable", "fused"}  # flags that choose torch's kernels
@@ -145,7 +142,7 @@ def list_options(cls: type[Optimizer]) -> Iterator[dict[str, Any]]:
     yield {}
     for name, value in [*NUMBERS.items(), *((flag, True) for flag in flags)]:
         if name in names:
-            momentum = {"momentum": 0.9} if name in {"nesterov", "dampening"} else {}
+            momentum = {"momentum": 0.9} if name == "nesterov" else {}
             yield momentum | {name: value}
     if "fused" in names:
         yield {"fused": True}

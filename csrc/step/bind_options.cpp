@@ -67,6 +67,10 @@ double number(PyObject* value, PyObject* name, bool may_be_tensor = false) {
 }
 
 void read_number(PyObject* value, PyObject* name, const Number& number_of, GroupOptions& options) {
+  if (number_of.place == nullptr) {
+    if (number(value, name) != 0) throw Refusal{text(name) + " is not 0"};
+    return;
+  }
   if (number_of.second == nullptr) {
     options.*number_of.place = number(value, name);
     return;

@@ -279,7 +279,7 @@ class Update {
     PyObject* state = nullptr;
     if (group.num_states > 0 || rule_.counts) {
       state = reader[param.ptr()];
-      if (state == nullptr || !PyDict_Check(state)) throw missing_state(group);
+      if (state == nullptr || !PyDict_Check(state)) throw Refusal{kNoState};
       prefetcher.met(state);
     }
     bool has_codes = false;
@@ -290,7 +290,7 @@ class Update {
     }
     for (int s = 0; s < (has_codes ? 0 : group.num_states); ++s) {
       PyObject* tensor = find(state, group.states[s]);
-      if (tensor == nullptr || tensor == Py_None) throw missing_state(group);
+      if (tensor == nullptr || tensor == Py_None) throw Refusal{kNoState};
       const auto found = read_dense(tensor, backend.device, &other);
       if (!found || !is_alike(other, layout))
         throw Refusal{text(group.states[s]) + ": its dtype, layout or device"};
@@ -326,13 +326,6 @@ class Update {
     if (backend.is_apart && !group.counts_on_device && is_count(read_dense(tensor, kHost)))
       throw Refusal{kNoState};
     throw Refusal{"step: its dtype, layout or device"};
-  }
-
-  /// A state of zeros, as Python makes it, must be the same as none.
-  Refusal missing_state(const Group& group) const {
-    if (rule_.none_with != nullptr && group.options.*rule_.none_with != 0)
-      return {"the first step of SGD with dampening"};
-    return {kNoState};
   }
 
   const Declaration& rule_;

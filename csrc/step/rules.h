@@ -13,7 +13,7 @@
 namespace fastamp {
 
 /// The optimizers whose update the core makes. AdamW is Adam with decoupled decay.
-enum class Rule : std::uint8_t { kAdam, kSgd, kAdagrad, kMuonMomentum, kMuonWrite };
+enum class Rule : std::uint8_t { kAdam, kSgd, kMuonMomentum, kMuonWrite };
 
 /// Squares repeatedly: `pow` differs between C libraries.
 FASTAMP_HD inline double power(double base, std::uint64_t exponent) {
@@ -97,8 +97,7 @@ struct Adam {
   }
 };
 
-/// torch.optim.SGD: momentum_buffer, if there is momentum. In the first step it is zeros, except
-/// with dampening, where torch makes that step.
+/// torch.optim.SGD without dampening: momentum_buffer, if there is momentum.
 template <bool kMomentum>
 struct Sgd {
   static constexpr Rule kRule = Rule::kSgd;
@@ -109,57 +108,24 @@ struct Sgd {
   struct Terms {
     float lr;
     float momentum;
-    float weight;  ///< of the gradient in the momentum
     bool nesterov;
     float sign;
     float decay;
   };
 
   FASTAMP_HD static Terms terms(const GroupOptions& group, float) {
-    return {static_cast<float>(group.lr),
-            static_cast<float>(group.momentum),
-            static_cast<float>(1 - group.dampening),
-            group.nesterov,
-            group.maximize ? -1.0F : 1.0F,
-            static_cast<float>(group.weight_decay)};
+    return {static_cast<float>(group.lr), static_cast<float>(group.momentum), group.nesterov,
+            group.maximize ? -1.0F : 1.0F, static_cast<float>(group.weight_decay)};
   }
 
   FASTAMP_HD static void apply(const Terms& terms, float grad, float& param, float* states) {
     grad = decayed(grad, param, terms.sign, terms.decay);
     if (kMomentum) {
       float& buffer = states[0];
-      buffer = product(buffer, terms.momentum) + product(terms.weight, grad);
+      buffer = product(buffer, terms.momentum) + grad;
       grad = terms.nesterov ? grad + product(terms.momentum, buffer) : buffer;
     }
     param -= product(terms.lr, grad);
-  }
-};
-
-/// torch.optim.Adagrad: sum.
-struct Adagrad {
-  static constexpr Rule kRule = Rule::kAdagrad;
-  static constexpr int kStates = 1;
-
-  static bool serves(const GroupOptions&) { return true; }
-
-  struct Terms {
-    float lr;  ///< decayed
-    float eps;
-    float sign;
-    float decay;
-  };
-
-  FASTAMP_HD static Terms terms(const GroupOptions& group, float step) {
-    const double slowed = 1 + product(static_cast<double>(step) - 1, group.lr_decay);
-    return {static_cast<float>(group.lr / slowed), static_cast<float>(group.eps),
-            group.maximize ? -1.0F : 1.0F, static_cast<float>(group.weight_decay)};
-  }
-
-  FASTAMP_HD static void apply(const Terms& terms, float grad, float& param, float* states) {
-    float& sum = states[0];
-    grad = decayed(grad, param, terms.sign, terms.decay);
-    sum += product(grad, grad);
-    param -= product(terms.lr, grad) / (sqrtf(sum) + terms.eps);
   }
 };
 
@@ -232,7 +198,7 @@ constexpr int kMaxOptions = 3;
 struct Number {
   const char* name;
   double GroupOptions::* place;
-  double GroupOptions::* second = nullptr;
+  double GroupOptions::* second = nullptr;  ///< with no place at all, torch steps unless it is 0
 };
 
 struct Flag {
@@ -246,8 +212,7 @@ struct State {
   const char* option = nullptr;
 };
 
-/// How a state begins, as torch makes it: in the parameter's dtype, in the gradient's, or before
-/// the first step.
+/// How a state begins: in the parameter's dtype or the gradient's, or as fastamp's class makes it.
 constexpr const char* kZeros = "zeros";
 constexpr const char* kZerosOfGradient = "zeros of the gradient";
 constexpr const char* kByItsClass = "by its class";
@@ -260,9 +225,8 @@ struct Declaration {
   Flag flags[kMaxOptions];
   State states[kMaxStates];  ///< in the order in which `apply` takes them
   const char* first;
-  bool counts;                                 ///< whether "step" is a count of steps
-  double GroupOptions::* none_with = nullptr;  ///< with it, zeros are not the same as no state
-  bool is_kept = false;                        ///< in formats of step/formats.h
+  bool counts;           ///< whether "step" is a count of steps
+  bool is_kept = false;  ///< in formats of step/formats.h
 };
 
 using G = GroupOptions;
@@ -284,23 +248,14 @@ inline const Declaration kDeclarations[] = {
      {{"exp_avg"}, {"exp_avg_sq"}},
      kByItsClass,
      true,
-     nullptr,
      true},
     {Rule::kSgd,
      "SGD",
-     {kDecay, {"momentum", &G::momentum}, {"dampening", &G::dampening}},
+     {kDecay, {"momentum", &G::momentum}, {"dampening", nullptr}},
      {kMaximize, {"nesterov", &G::nesterov}},
      {{"momentum_buffer", "momentum"}},
      kZerosOfGradient,
-     false,
-     &G::dampening},
-    {Rule::kAdagrad,
-     "Adagrad",
-     {kDecay, kEps, {"lr_decay", &G::lr_decay}},
-     {kMaximize},
-     {{"sum"}},
-     kByItsClass,
-     true},
+     false},
     {Rule::kMuonMomentum,
      "Muon, momentum",
      {{"momentum", &G::momentum}},
@@ -318,7 +273,6 @@ FASTAMP_INLINE void for_each_kind(Fn fn) {
   fn(Adam<true>{});
   fn(Sgd<false>{});
   fn(Sgd<true>{});
-  fn(Adagrad{});
   fn(MuonMomentum{});
   fn(MuonWrite{});
 }

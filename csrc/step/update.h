@@ -19,8 +19,6 @@ struct GroupOptions {
   double beta1;
   double beta2;
   double momentum;
-  double dampening;
-  double lr_decay;
   double lr_ratio;  ///< multiplies the learning rate, but not the weight decay
   bool decoupled;   ///< weight decay shrinks the parameter, rather than adding to the gradient
   bool maximize;

@@ -22,7 +22,6 @@ from fastamp.step.shards import Shards, shards_of
 RULES = {
     "torch.optim.adam.Adam": "Adam",
     "torch.optim.sgd.SGD": "SGD",
-    "torch.optim.adagrad.Adagrad": "Adagrad",
     "torch.optim.Muon": muon.RULE,
     "fastamp.step.adamw.AdamW": "fastamp.AdamW",
 }
@@ -195,7 +194,6 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911, PLR0
     On a device the count of steps goes there also where torch keeps it on the host, so that a
     skipped step need not be known there: torch's own step then waits for it.
     """
-    cls: Any = type(optimizer)
     rule = _updates[optimizer][0] if optimizer in _updates else OWN  # others need the core
     if rule == OWN:
         why: str | None = cast(Any, optimizer).make_states()
@@ -215,8 +213,6 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911, PLR0
                 return "a graph captures the first step"
             state: dict[str, Any] = optimizer.state[param]
             missing = [name for name in names if state.get(name) is None]
-            if missing and first == "by its class":
-                return f"{missing[0]}: {cls.__name__} has not made it"
             if missing and counts and state:
                 return f"{missing[0]}: missing"  # torch's step raises its error
             if counts and "step" not in state:

@@ -37,8 +37,8 @@ _CALLED = ("unscale_", "_unscale_grads_", "_maybe_opt_step", "_check_inf_per_dev
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that unscales, checks, clips and steps with one read of the gradients.
 
-    On the CPU and CUDA, one call of fastamp's core makes the whole step of torch's Adam, AdamW, SGD
-    and Adagrad, if the optimizer is fused or was given neither `fused` nor `foreach`; the optimizer
+    On the CPU and CUDA, one call of fastamp's core makes the whole step of torch's Adam, AdamW
+    and SGD, if the optimizer is fused or was given neither `fused` nor `foreach`; the optimizer
     state stays torch's, and nothing waits for the device. The step of torch's Muon is fastamp's,
     too, with products of stacked matrices. Any other optimizer costs one in-place multiply, left
     out when the factor is 1, and one read of a flag, before its own `step`. So does an optimizer

@@ -15,9 +15,8 @@ from fastamp.data.datasets import count_rows
 from fastamp.data.loader import find_share_of
 from fastamp.data.order import find_samplers
 from fastamp.data.structure import map_tensors
-from fastamp.train.check import ANY, attempt, check
 from fastamp.train.config import TrainConfig
-from fastamp.train.random_state import check_rng_state, rng_state, set_rng_state
+from fastamp.train.random_state import rng_state, set_rng_state
 from fastamp.train.ranks import Ranks
 
 
@@ -116,8 +115,7 @@ class Batches:
         return place | {"rng": rng, "loader": loader}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise a ValueError unless it is a position; a loader checks its own state at loading."""
-        check(state, {"n_consumed": 0, "n_ranks": 0, "rng": ANY, "loader": ANY}, "state")
+        """Raise a ValueError unless this kind of data can resume; a loader checks its own state."""
         n_ranks = state["n_ranks"]
         if n_ranks != self._n_ranks and state["n_consumed"] and not self.is_shared:
             msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own: use as many"
@@ -127,9 +125,6 @@ class Batches:
             here, there = states[not self._has_state]
             msg = f"{self._name} {here}, and the checkpoint {there}"
             raise ValueError(msg)
-        if state["rng"] is not None or (state["n_consumed"] and not self._has_state):
-            own = self._own_generators()
-            attempt(lambda: check_rng_state(state["rng"], [self._device], own), "['rng']")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass start at a position."""

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,30 +16,39 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from fastamp.data.checks import as_integer
 from fastamp.data.loader import DataLoader, check_state, find_share_of
-from fastamp.train.check import (
-    ANY,
-    attempt,
-    check,
-    check_equal,
-    check_model,
-    check_optimizer,
-    check_part,
-)
-from fastamp.train.random_state import all_devices, check_rng_state, rng_state, set_rng_state
+from fastamp.train.fits import check_model, check_names, check_parts, names_in
+from fastamp.train.folder import Folder
+from fastamp.train.random_state import all_devices, rng_state, set_rng_state
 from fastamp.train.ranks import Ranks
-from fastamp.train.signals import Signals
-from fastamp.train.state_file import CheckpointError, as_plain, read_file, write_file
-from fastamp.train.store import Store
-from fastamp.train.weights import check_whole, copied, load_model, save_weights
+from fastamp.train.signals import DEFERRED, Signals
+from fastamp.train.state_file import (
+    CheckpointError,
+    DamagedError,
+    as_plain,
+    check_pickled,
+    read_file,
+    write_file,
+)
+from fastamp.train.weights import (
+    check_whole,
+    copied,
+    load_model,
+    load_optimizer,
+    save_weights,
+    to_shards,
+    to_whole,
+)
 
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
+_OF_RANK = ("loader",)  # parts that each rank saves for itself
 # A checkpoint's own entries: no part may have such a name.
-_OWN_NAMES = {"best", "files", "format", "kinds", "n_with_state", "ranks", "rng", "step"}
+_OWN_NAMES = {"best", "format", "kinds", "names", "ranks", "rng", "step"}
 
 
 class Checkpointer:
@@ -50,21 +59,21 @@ class Checkpointer:
     generators of Python, NumPy, torch and every device.
 
     If torch.distributed is initialized, every rank makes a Checkpointer and calls the same methods.
-    A checkpoint is then a folder, which all ranks must be able to reach (else `save` raises an
-    OSError), written by `torch.distributed.checkpoint`: shards of FSDP2 are written by their ranks.
-    Any number of ranks can restore it; only the same number gets its random numbers back. `loader`
-    is saved for each rank, the other parts, and `metric`, as on the first rank.
+    The first rank writes the file: of FSDP2's shards whole tensors, gathered one by one into its
+    host's memory. All ranks must be able to read the folder. Any number of ranks, or one process,
+    can restore it; only the same number gets its random numbers back. `loader` is saved for each
+    rank, the other parts, and `metric`, as on the first rank.
 
-    From the first save on the folder belongs to this process until it ends: it holds the lock of
-    the file `.lock`, which stays. Another process that saves waits for up to a minute. Files of
-    others in the folder stay as they are.
+    What is in the folder at first is this run's own. A save raises an error where another run has
+    saved in it since. Nothing is written before the first save.
 
     Args:
         folder: is made if needed; ~ is the home folder.
         model: may be compiled or in DistributedDataParallel; the keys are those of the module
             inside. Its state_dict may leave out frozen parameters, as with LoRA: these are not
             saved, and `restore` leaves them as they are.
-        optimizer: None if nothing is trained.
+        optimizer: None if nothing is trained. Of one that Accelerate or Fabric has wrapped, the
+            optimizer inside.
         scaler: a `torch.amp.GradScaler`, such as `fastamp.GradScaler`.
         loader: one with a state, such as `fastamp.DataLoader`, so that it resumes after the last
             batch delivered.
@@ -79,7 +88,7 @@ class Checkpointer:
             raises a ValueError for a wrong state.
 
     Raises:
-        OSError: the folder cannot be made or written to, or its file system has no renames.
+        OSError: the folder cannot be read.
         TypeError: `folder` is no path, or a part has no `state_dict` or `load_state_dict`.
         ValueError: `keep`, `best` or `in_thread` is wrong, `folder` is an address such as s3://, or
             the name of a part is taken.
@@ -132,18 +141,21 @@ class Checkpointer:
             _expect("in_thread", in_thread, "False over ranks", fine=alone)
 
         ranks.together(check_arguments)
-        suffix = "" if has_ranks else ".pt"
-        self._store = Store(folder, keep=keep, suffix=suffix, argument=self._argument)
-        self._store.paths = ranks.first(self._store.open)
-        self._model, self._optimizer, self._parts = _inside(model), optimizer, parts
-        self._with_kind = parts if optimizer is None else parts | {"optimizer": optimizer}
-        self._ranks, self._in_thread, self._sign = ranks, in_thread, _SIGNS[best]
-        self._best: list[Any] | None = None  # the step of the best checkpoint, and its metric
+        parts = {"model": model} | parts | ({} if optimizer is None else {"optimizer": optimizer})
+        self._parts = {name: _unwrapped(part) for name, part in parts.items()}
+        self._folder = Folder(folder, keep=keep, argument=self._argument)
+        self._newest = ranks.first(self._folder.newest)  # which may be damaged
+        self._ranks, self._in_thread, self._mode = ranks, in_thread, best
+        self._best: dict[str, Any] | None = None  # the step, metric and mode of the best checkpoint
         self._as_many = True  # ranks wrote the checkpoint that is being checked, or was restored
         self._signals: Signals | None = None
         self._thread: threading.Thread | None = None
-        self._thread_step = -1  # that it writes
         self._error: BaseException | None = None  # of the thread
+
+    @property
+    def best_path(self) -> Path | None:
+        """The best checkpoint that this run has saved, or has found in what it restored."""
+        return None if self._best is None else self._folder.path_of(self._best["step"])
 
     def save(
         self, step: int, *, every: int | None = None, metric: float | Tensor | None = None
@@ -164,8 +176,8 @@ class Checkpointer:
 
         Raises:
             OSError: the checkpoint cannot be written, or the one before could not be, in a thread;
-                the other checkpoints are unchanged. Or another process saves in the folder, or its
-                file system has no locks.
+                the other checkpoints are unchanged. Or another run has saved in the folder. A
+                TimeoutError: another rank has not called it within a minute.
             CheckpointError: a state holds an object that could not be read back, since it is
                 neither a tensor nor a plain value; or the model's leaves out a parameter that is
                 trained, or a persistent buffer. The other checkpoints are unchanged.
@@ -174,9 +186,9 @@ class Checkpointer:
                 `step` or `every` is too small, or no integer.
         """
         step = as_integer("step", step, least=0, optional=False)
-        newest = max(self._store.newest_step, self._thread_step)
-        expected = f"at least {newest}, the newest checkpoint's, which restore() resumes"
-        _expect("step", step, expected, fine=step >= newest)
+        least = 0 if self._newest is None else self._newest
+        expected = f"at least {least}, the newest checkpoint's, which restore() resumes"
+        _expect("step", step, expected, fine=step >= least)
         every = as_integer("every", every, least=1)
         is_due = every is None or step % every == 0
         received = self._received(step, is_due=is_due)
@@ -186,35 +198,43 @@ class Checkpointer:
             self.wait()
             self._signals.deliver(received)
 
-    def restore(self, *, best: bool = False) -> int | None:
+    def restore(self, *, only: Collection[str] | None = None, best: bool = False) -> int | None:
         """Apply the newest checkpoint that is whole, and return its step; None without any.
 
-        All of it is checked before anything of it is applied. A damaged newer one is passed over
-        with one warning, and removed after the next save. Reading runs no code of the file.
+        The classes of the parts, the model's names, shapes and dtypes, and the names of the
+        optimizer's parameters are compared before anything is applied. A damaged newer checkpoint
+        is passed over with one warning, and removed after the next save. Reading runs no code of
+        the file, and writes nothing.
 
         Args:
+            only: the names of the parts to restore, as ("model",) for the weights of any run; "rng"
+                are the random numbers. None is every part, which the checkpoint has to have alike.
             best: apply the best one; later ones are removed after the next save.
 
         Raises:
-            CheckpointError: it is of another model, optimizer or other part, or something in it is
-                wrong: the message names the file and the entry, and nothing has changed. Or a part
-                of your own class has refused its state. Or all are damaged, or there is no best.
+            CheckpointError: it is of other parts, or does not fit: the message names the file and
+                what differs, and nothing has changed. Or all are damaged, or there is no best.
+            ValueError: `only` names no part of this Checkpointer, or a part refuses its state.
         """
+        known = {*self._parts, "rng"}
+        _expect("only", only, f"names of {sorted(known)}", fine=only is None or known >= {*only})
         self.wait()
-        state = self._load()
+        self._ranks.meet("restore")
+        state = self._load(only)
         if state is not None and best:
             if state["best"] is None:
                 needs = "Checkpointer(best=...) and save(metric=...)"
                 msg = f"best: there is none until step {state['step']}: it needs {needs}"
                 raise CheckpointError(msg)
-            self._store.go_back(state["best"][0])
-            state = self._load()
+            state = self._ranks.together(partial(self._read, state["best"]["step"], only))
         if state is None:
             return None
-        self._apply(state)
+        self._folder.go_back(state["step"])
+        self._newest = state["step"]
+        self._apply(state, only)
         return int(state["step"])
 
-    def on_signal(self) -> Self:
+    def on_signal(self, *numbers: int) -> Self:
         """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
 
         Call `save(step, every=...)` at the end of every step, so that a signal waits for one step
@@ -225,9 +245,14 @@ class Checkpointer:
         Signal this process alone. A signal to its whole group may end a loader's worker processes,
         too: torch's error about them then ends the loop before the next `save`, and the steps since
         the last checkpoint are lost. Worker threads are not affected.
+
+        Args:
+            numbers: the signals to defer, as SIGTERM and SIGUSR1 of the module `signal`; none are
+                SIGTERM and SIGINT. SLURM's --signal sends SIGUSR1, a closed terminal SIGHUP. After
+                the checkpoint a signal without a handler of the program's ends it by SystemExit.
         """
         if self._signals is None:
-            self._signals = Signals(enabled=True).__enter__()
+            self._signals = Signals(numbers or DEFERRED).__enter__()
         return self
 
     def wait(self) -> None:
@@ -238,7 +263,7 @@ class Checkpointer:
         """
         if self._thread is not None:
             self._thread.join()
-            self._thread, self._thread_step = None, -1
+            self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -268,183 +293,167 @@ class Checkpointer:
             ImportError: safetensors is not installed; it comes with the extra `safetensors`.
             OSError: it cannot be written.
         """
-        save_weights(self._model, Path(path), self._ranks)
+        save_weights(self._parts["model"], Path(path), self._ranks)
 
     def _received(self, step: int, *, is_due: bool) -> int | None:
         """Return a signal that this or another rank has received."""
-        if self._signals is None:
-            return None
-        received = self._signals.received
+        exchanges = is_due or (self._signals is not None and step % _EXCHANGE_EVERY == 0)
+        if self._ranks.mode is not None and exchanges:
+            self._ranks.meet("save")
+        received = None if self._signals is None else self._signals.received
         if self._ranks.mode is None:
             return received
-        if not is_due and step % _EXCHANGE_EVERY:
-            return None
-        return max(self._ranks.gather(received or 0)) or None
+        return max(self._ranks.gather(received or 0)) or None if exchanges else None
 
     def _is_better(self, metric: float) -> bool:
         """Say whether a checkpoint with a metric, which may be NaN, would be the best one."""
-        if not self._sign or math.isnan(metric):
+        if self._mode is None or math.isnan(metric):
             return False
-        return self._best is None or self._sign * (self._best[1] - metric) > 0
-
-    def _best_path(self) -> Path | None:
-        return None if self._best is None else self._store.path_of(self._best[0])
+        return self._best is None or _SIGNS[self._mode] * (self._best["metric"] - metric) > 0
 
     def _save(self, step: int, metric: float | Tensor | None) -> None:
         self.wait()
-        state = self._ranks.together(lambda: self._collect(step, metric))
+        state, own = self._ranks.together(partial(self._collect, step, metric))
         if self._ranks.mode is not None:
-            state["ranks"] = self._ranks.gather({name: state[name] for name in self._of_rank()})
+            keeps = self._ranks.rank == 0
+            state = {name: to_whole(value, keeps=keeps) for name, value in state.items()}
+        state["ranks"] = self._ranks.gather(own)
         if not self._in_thread:
             self._write(state)
             return
         thread = threading.Thread(target=self._write_in_thread, args=(copied(state),))
         thread.name, thread.daemon = "fastamp-checkpoint", False
+        self._thread, self._newest = thread, step
         thread.start()
-        self._thread, self._thread_step = thread, step
 
-    def _of_rank(self) -> list[str]:
-        """Return the names of the entries that differ between ranks."""
-        return ["rng", *(self._parts.keys() & {"loader"})]
-
-    def _collect(self, step: int, metric: float | Tensor | None) -> dict[str, Any]:
-        """Return the states of all parts, to be written."""
-        number = math.nan if metric is None or not self._sign else _as_number(metric)
-        best = [step, number] if self._is_better(number) else self._best
-        state: dict[str, Any] = {"step": step, "best": best, "kinds": self._kinds()}
-        state["rng"] = rng_state(self._at())
-        for name, part in {**self._with_kind, "model": self._model}.items():
-            own, may_be_sharded = part.state_dict(), name in {"model", "optimizer"}
-            try:
-                if name == "model":
-                    check_whole(self._model, own)
-                state[name] = as_plain(own, may_be_sharded=may_be_sharded)
-            except ValueError as error:
-                msg = f"{self._store.title}: nothing is saved: its [{name!r}] {error}"
-                raise CheckpointError(msg) from error
-        if self._optimizer is not None:
-            state["n_with_state"] = len(state["optimizer"]["state"])
-        return state
+    def _collect(
+        self, step: int, metric: float | Tensor | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state that is the same on all ranks, and what is this rank's own."""
+        number = math.nan if metric is None or self._mode is None else _as_number(metric)
+        best = self._best
+        if self._is_better(number):
+            best = {"step": step, "metric": number, "mode": self._mode}
+        state = {"step": step, "best": best, "kinds": self._kinds(), "names": self._names()}
+        states = {name: as_plain(part.state_dict()) for name, part in self._parts.items()}
+        try:
+            check_whole(self._parts["model"], states["model"])
+        except ValueError as error:
+            msg = f"{self._folder.title}: nothing is saved: its model {error}"
+            raise CheckpointError(msg) from error
+        own = {name: states.pop(name) for name in _OF_RANK if name in states}
+        own["rng"] = rng_state(self._at())
+        if self._ranks.mode is not None:
+            check_pickled(own)  # else the other ranks would wait for this one
+        return state | states, own
 
     def _write(self, state: dict[str, Any]) -> None:
-        """Write what `_collect` has returned, or a copy of it."""
-        store, ranks, step, best = self._store, self._ranks, state["step"], state["best"]
-        with store.named(f"{store.path_of(step).name} cannot be written"):
-            part = ranks.first(lambda: store.begin(step))
-            try:
-                if ranks.mode is None:
+        """Write what `_save` has collected, or a copy of it, on the first rank."""
+
+        def write() -> None:
+            folder, step, best = self._folder, state["step"], state["best"]
+            with folder.named(f"{folder.path_of(step).name} cannot be written"):
+                part = folder.begin()
+                try:
                     write_file(part, state)
-                else:
-                    _sharded().write_folder(part, state, ranks)
-                store.paths = ranks.first(lambda: store.publish(part, step, best and best[0]))
-            finally:
-                store.discard(part)
-        self._best = best
+                    folder.publish(part, step, best and best["step"])
+                finally:
+                    part.unlink(missing_ok=True)
+
+        self._ranks.first(write)
+        self._best, self._newest = state["best"], state["step"]
 
     def _write_in_thread(self, state: dict[str, Any]) -> None:
         """Write a copy; the next call raises the error."""
+        before = self._folder.newest()
         try:
             self._write(state)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised there
-            self._error = error
+            self._error, self._newest = error, before
             logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - there may be no call
 
-    def _load(self) -> dict[str, Any] | None:
-        """Return the state of the newest whole checkpoint, after a check of all that is in it."""
+    def _load(self, only: Collection[str] | None) -> dict[str, Any] | None:
+        """Return the state of the newest whole checkpoint, after a check that it fits."""
+        problems: list[str] = []
+        state: dict[str, Any] | None = None
+        step = self._ranks.first(self._folder.newest)
+        while step is not None and state is None:
+            try:
+                state = self._ranks.together(partial(self._read, step, only))
+            except DamagedError as error:  # noqa: PERF203 - one pass, unless there is damage
+                problems.append(str(error))
+                step = self._ranks.first(partial(self._folder.newest, step))
+        if not problems:
+            return state
+        if step is None:
+            msg = f"{'; '.join(problems)}; there is no whole one; {self._anew}"
+            raise CheckpointError(msg)
+        text = f"{'; '.join(problems)}; resumed from {self._folder.path_of(step)}"
+        # The filter may make the warning an error.
+        self._ranks.first(lambda: warnings.warn(text, stacklevel=_level_outside()))
+        return state
+
+    def _read(self, step: int, only: Collection[str] | None) -> dict[str, Any]:
+        """Return a step's state; the first rank compares the checksums."""
+        path = self._folder.path_of(step)
+        state = read_file(path, compares_sums=self._ranks.rank == 0)
+        self._as_many = len(state["ranks"]) == self._ranks.count
+        state |= state["ranks"][self._ranks.rank if self._as_many else 0]
         try:
-            state, problems = self._store.load(self._read)
-        except CheckpointError as error:
-            msg = f"{error}; {self._anew}"
+            self._check(state, only)
+        except ValueError as error:
+            msg = f"{path}: {error}; {self._anew}"
             raise CheckpointError(msg) from error
-        if problems:  # the filter may make the warning an error
-            text = f"{'; '.join(problems)}; resumed from {self._store.paths[-1]}"
-            self._ranks.first(lambda: warnings.warn(text, stacklevel=_level_outside()))
         return state
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        read: Any = partial(read_file, path, self._check)
-        if self._ranks.mode is not None:
-            read = partial(_sharded().read_folder, path, self._check, self._ranks)
-        state: dict[str, Any] = self._ranks.together(read)
-        return state
-
-    def _check(self, state: dict[str, Any]) -> None:
+    def _check(self, state: dict[str, Any], only: Collection[str] | None) -> None:
         """Raise a ValueError that says why a checkpoint cannot be resumed; nothing changes."""
-        check_equal(state.get("kinds"), self._kinds(), "['kinds']", set())
-        like = dict.fromkeys(["format", "kinds", "best", "model", "rng", *self._parts], ANY)
-        like |= {"optimizer": ANY, "n_with_state": 0} if self._optimizer is not None else {}
-        like |= {"ranks": ANY, "files": ANY} if self._ranks.mode is not None else {}
-        check(state, like | {"step": 0}, "")
-        if state["step"] != self._store.newest_step:
-            msg = f"its ['step'] is {state['step']}, expected that of its name"
+        check_parts(state["kinds"], self._kinds(), only)
+        names = self._names()
+        for name, part in self._chosen(only).items():
+            if isinstance(part, nn.Module):
+                check_model(state[name], part.state_dict(), name)
+            elif isinstance(part, Optimizer):
+                check_names(state["names"][name], names[name], name)
+            elif hasattr(part, "check_state_dict"):
+                part.check_state_dict(state[name])
+        best = state["best"]
+        if best and self._mode not in {None, best["mode"]}:
+            msg = f"it has best={best['mode']!r}, this run {self._mode!r}"
             raise ValueError(msg)
-        everyone, n_ranks, at = state.get("ranks", [state]), self._ranks.count, ""
-        if self._ranks.mode is not None:
-            n_ranks = len(everyone) if isinstance(everyone, list) and everyone else n_ranks
-            check(everyone, [dict.fromkeys(self._of_rank(), ANY)] * n_ranks, "['ranks']")
-            at = f"['ranks'][{self._ranks.rank if n_ranks == self._ranks.count else 0}]"
-        own = self._own(state)
-        if state["best"] is not None:
-            check(state["best"], [0, ANY], "['best']")
-            if type(state["best"][1]) is not float or math.isnan(state["best"][1]):
-                msg = f"its ['best'] is {state['best']}, expected a step and a number"
-                raise ValueError(msg)
-        check_model(state["model"], self._model.state_dict())
-        if self._optimizer is not None:
-            check_optimizer(state["optimizer"], self._optimizer, state["n_with_state"])
-        for name, part in self._parts.items():
-            check_part({**state, **own}[name], part, f"{at if name in own else ''}[{name!r}]")
-        loader = self._parts.get("loader")
+        loader = self._chosen(only).get("loader")
         is_shared = find_share_of(loader) is not None
         is_shared |= loader is None or hasattr(loader, "check_state_dict")  # which has decided
         if not (self._as_many or is_shared):
             wanted = "another number of them needs a fastamp.DataLoader with shard=True"
-            msg = f"{n_ranks} ranks wrote it, {wanted}"
+            msg = f"{len(state['ranks'])} ranks wrote it, {wanted}"
             raise ValueError(msg)
-        attempt(lambda: check_rng_state(own["rng"], self._at(own["rng"])), f"{at}['rng']")
 
-    def _own(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint, and find out how many ranks wrote it."""
-        everyone = state.get("ranks", [state])
-        self._as_many = len(everyone) == self._ranks.count
-        own: dict[str, Any] = everyone[self._ranks.rank if self._as_many else 0]
-        return {name: own[name] for name in self._of_rank()}
-
-    def _apply(self, state: dict[str, Any]) -> None:
-        """Load what `_load` has returned: parts by name, then optimizer and model."""
-        own = self._own(state)
-        # First the loader: it may still refuse its state, and nothing has changed then.
-        for name in sorted(self._parts, key=lambda name: name != "loader"):
-            self._attempt(name, partial(load_part, self._parts[name], {**state, **own}[name]))
-        self._attempt("model", lambda: self._apply_tensors(state))
+    def _apply(self, state: dict[str, Any], only: Collection[str] | None) -> None:
+        """Load what `_load` has returned."""
+        chosen = self._chosen(only)
+        # First the loader: it refuses the state of another one, and nothing has changed then.
+        for name in sorted(chosen, key=lambda name: name != "loader"):
+            self._ranks.together(partial(load_part, chosen[name], state[name]))
         self._best = state["best"]
-        if self._as_many:
-            set_rng_state(own["rng"], self._at(own["rng"]))
+        if self._as_many and (only is None or "rng" in only):
+            set_rng_state(state["rng"], self._at(state["rng"]))
 
-    def _apply_tensors(self, state: dict[str, Any]) -> None:
-        if self._ranks.mode is not None:
-            path = self._store.paths[-1]
-            _sharded().load_tensors(path, state, self._model, self._optimizer)
-        if self._optimizer is not None:
-            load_part(self._optimizer, state["optimizer"])
-        load_model(self._model, state["model"])
-
-    def _attempt(self, name: str, action: Callable[[], object]) -> None:
-        """Let every error name the checkpoint and the entry, on all ranks."""
-
-        def explained() -> None:
-            try:
-                attempt(action, f"[{name!r}]")
-            except ValueError as error:
-                msg = f"{self._store.paths[-1]}: {error}; {self._anew}"
-                raise CheckpointError(msg) from error
-
-        self._ranks.together(explained)
+    def _chosen(self, only: Collection[str] | None) -> dict[str, Any]:
+        """Return the parts to restore."""
+        return {n: part for n, part in self._parts.items() if only is None or n in only}
 
     def _kinds(self) -> dict[str, str]:
-        """Return the classes of the parts, except those that are fine_tune's own."""
-        kinds, own = {name: type(part) for name, part in self._with_kind.items()}, "fastamp.train."
-        return {n: k.__name__ for n, k in kinds.items() if not k.__module__.startswith(own)}
+        """Return the classes of the parts; FSDP2 renames those of modules."""
+        return {
+            name: "Module" if isinstance(part, nn.Module) else type(part).__name__
+            for name, part in self._parts.items()
+        }
+
+    def _names(self) -> dict[str, list[str | None]]:
+        """Return the names of the parameters of each optimizer."""
+        optimizers = {n: part for n, part in self._parts.items() if isinstance(part, Optimizer)}
+        return {name: names_in(optimizer, self._parts) for name, optimizer in optimizers.items()}
 
     def _at(self, rng: dict[str, Any] | None = None) -> Sequence[torch.device]:
         """Return the devices whose random numbers are saved, or restored from a state."""
@@ -453,40 +462,13 @@ class Checkpointer:
 
 
 def load_part(part: Any, state: Any) -> None:
-    """Load the state of a part; of an optimizer's states the dtypes that were saved stay.
-
-    torch casts them to the parameter's: of bfloat16 parameters Adafactor keeps float32 states. An
-    optimizer that loads in a way of its own, as fastamp.AdamW, chooses the dtypes itself.
-    """
-    part.load_state_dict(state)
-    if (
-        not isinstance(part, Optimizer)
-        or type(part).load_state_dict is not Optimizer.load_state_dict
-    ):
-        return
-    parameters = [p for group in part.param_groups for p in group["params"]]
-    places = [place for group in state["param_groups"] for place in group["params"]]
-    for place, parameter in zip(places, parameters, strict=True):
-        if place in state["state"]:
-            part.state[parameter] = _in_saved_dtype(part.state[parameter], state["state"][place])
-
-
-def _in_saved_dtype(loaded: Any, saved: Any) -> Any:
-    """Return what an optimizer has loaded for a parameter, with the dtypes that were saved."""
-    if isinstance(loaded, dict):
-        return {key: _in_saved_dtype(value, saved[key]) for key, value in loaded.items()}
-    if isinstance(loaded, (list, tuple)):
-        return type(loaded)(map(_in_saved_dtype, loaded, saved))
-    if isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype:
-        return saved.to(loaded.device, copy=True)
-    return loaded
-
-
-def _sharded() -> Any:
-    """Return the module for checkpoints of ranks; torch's part of it is slow to import."""
-    from fastamp.train import sharded_checkpoint  # noqa: PLC0415
-
-    return sharded_checkpoint
+    """Load the state of a part, of which a rank takes its shards."""
+    if isinstance(part, nn.Module):
+        load_model(part, to_shards(state, part.state_dict()))
+    elif isinstance(part, Optimizer):
+        load_optimizer(part, state)
+    else:
+        part.load_state_dict(tree_map_only(Tensor, Tensor.clone, state))  # not memory of the file
 
 
 def _level_outside() -> int:
@@ -534,12 +516,16 @@ def _expect(name: str, value: Any, expected: str, *, fine: bool) -> None:
         raise ValueError(msg)
 
 
-def _inside(model: nn.Module) -> nn.Module:
-    """Return the module that the user has compiled or wrapped."""
+def _unwrapped(part: Any) -> Any:
+    """Return the module that is compiled or in DDP, the optimizer that a framework has wrapped."""
     while True:
-        inside = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel):
-            inside = model.module
-        if not isinstance(inside, nn.Module):
-            return model
-        model = inside
+        inside = None
+        if isinstance(part, DistributedDataParallel):
+            inside = part.module
+        elif isinstance(part, nn.Module):
+            inside = getattr(part, "_orig_mod", None)
+        elif isinstance(part, Optimizer):
+            inside = getattr(part, "optimizer", None)
+        if not isinstance(inside, (nn.Module, Optimizer)):
+            return part
+        part = inside

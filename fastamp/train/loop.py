@@ -56,7 +56,7 @@ def fine_tune(
     of its own targets; validation losses are means over all ranks' targets. Only the first rank
     logs to `config.tracker`; a signal to one rank is a signal to all.
 
-    Checkpoints of ranks are folders that all ranks must be able to reach. The same number of ranks
+    All ranks must be able to read the folder of checkpoints. The same number of ranks
     resumes bit-identically, except for buffers, of which the first rank's are kept, and for DDP on
     more than two ranks, whose first sum may be rounded differently. Any other number of ranks can
     resume too, also with another batch size: with the rest of the epoch, at the same share of the
@@ -80,18 +80,17 @@ def fine_tune(
         Loss curves, norms, skipped steps, throughput and more.
 
     Raises:
-        CheckpointError: the newest whole checkpoint is of another model, optimizer, data or config,
-            or something in it is wrong; the message names the file and the entry, and only the
-            model's device has changed by then. Or all are damaged. Or a state holds an object that
-            is neither a tensor nor a plain value.
+        CheckpointError: the newest whole checkpoint is of another model, optimizer or config; only
+            the model's device has changed by then. Or all are damaged. Or a state holds an object
+            that is neither a tensor nor a plain value.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
         ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
             shapes do not match, ranks have unlike numbers of batches or a model that they do not
-            share. Or the run in
-            `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it,
-            `resume=False` starts anew; the model has that run's weights then.
+            share. Or the run in `config.checkpoint_dir` has finished: more `max_steps` or `epochs`
+            continue it, another folder starts anew; the model has that run's weights then. Or the
+            folder has checkpoints, and `config.resume` is False.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
@@ -128,7 +127,7 @@ class _Loop(Run):
         self.no_sync: Any = self.model.no_sync if self.ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor, float]] = []  # with step and time, to be logged
         self.advance: Callable[..., object] = lambda: None
-        self.signals = Signals(enabled=self.checkpointer is not None)
+        self.signals = Signals(DEFERRED if self.checkpointer is not None else ())
 
     def train(self) -> TrainResult:
         """Train to the end."""
@@ -335,7 +334,7 @@ class _Loop(Run):
             **curves,
             metrics={name: Curve(*self.tracker.history(f"val/{name}")) for name in evaluated},
             steps=self.step,
-            best_checkpoint=None if self.checkpointer is None else self.checkpointer._best_path(),
+            best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             skipped_steps=self.schedule.n_skipped,
             precision=self.precision,
             samples_per_s=sum(self.ranks.gather(self.n_samples)) / training_s,

@@ -1,15 +1,12 @@
 """The default random number generators of torch, NumPy and Python: seeded, saved and restored."""
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
-
-from fastamp.train.check import ANY, check
+from torch.utils._pytree import tree_map_only
 
 
 def seed_all(seed: int, rank: int, step: int = 0) -> None:
@@ -42,34 +39,6 @@ def rng_state(
         "python": random.getstate(),
         "own": [generator.get_state() for generator in own] or None,
     }
-
-
-def check_rng_state(
-    state: Any, devices: Sequence[torch.device], own: Sequence[torch.Generator] = ()
-) -> None:
-    """Raise an error unless `set_rng_state` can restore a state; nothing changes."""
-    numpy = tree_map(lambda _: ANY, np.random.get_state(legacy=False))  # noqa: NPY002
-    parts = {"torch": ANY, "devices": ANY, "numpy": numpy, "python": ANY}
-    check(state, parts | {"own": [ANY] * len(own) or None}, "state")
-    torch.Generator().set_state(state["torch"])
-    make_bits = type(np.random.get_bit_generator())  # type: ignore[attr-defined]
-    np.random.RandomState(make_bits()).set_state(state["numpy"])
-    random.Random().setstate(state["python"])  # noqa: S311 - the program's generator
-    # They do not check the position in NumPy's key, and numbers kept for the next draw.
-    pos, gauss = state["numpy"]["state"].get("pos", 0), state["python"][2]
-    kept = [state["numpy"]["gauss"], 0.0 if gauss is None else gauss]
-    if not 0 <= pos <= 624 or not all(type(x) is float and math.isfinite(x) for x in kept):
-        msg = f"NumPy's pos is {pos}, numbers kept for the next draw {kept}"
-        raise ValueError(msg)
-    of_devices = state["devices"]
-    is_list = isinstance(of_devices, list)
-    if not is_list or not all(isinstance(one, torch.Tensor) for one in of_devices):
-        msg = f"devices is {of_devices!r}"
-        raise TypeError(msg)
-    for device, one in _pairs(state, devices):
-        torch.Generator(device).set_state(one)
-    for i, generator in enumerate(own):
-        torch.Generator(generator.device).set_state(state["own"][i])
 
 
 def set_rng_state(state: dict[str, Any], devices: Sequence[torch.device]) -> None:

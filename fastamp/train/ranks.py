@@ -4,12 +4,15 @@ import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+WAIT_S = 60.0  # of a rank for the others at a save
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,20 @@ class Ranks:
         if self.mode is not None:
             dist.all_gather_object(everyone, mine)
         return everyone
+
+    def meet(self, called: str) -> None:
+        """Wait until every rank has called a method, for up to a minute.
+
+        Raises:
+            TimeoutError: another rank has not; or it has ended.
+        """
+        if self.mode is None:
+            return
+        try:
+            dist.barrier(async_op=True).wait(timedelta(seconds=WAIT_S))
+        except RuntimeError as error:
+            msg = f"{called}: every rank has to call it, and another one has not: {error}"
+            raise TimeoutError(msg) from error
 
     def together(self, action: Callable[[], Any]) -> Any:
         """Call a function on every rank and return this rank's result; raise any rank's error."""

@@ -12,9 +12,9 @@ from fastamp.metrics.sinks import Logged
 from fastamp.step import GradScaler
 from fastamp.timer import Timer
 from fastamp.train.batches import Batches
-from fastamp.train.check import ANY, check, check_equal
 from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import TrainConfig
+from fastamp.train.fits import check_equal
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import Schedule, make_optimizer
 from fastamp.train.random_state import seed_all
@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 class _Checkpointer(Checkpointer):
     """One whose errors name the arguments of a TrainConfig."""
 
-    _argument, _anew = "checkpoint_dir", "resume=False starts anew"
+    _argument, _anew = "checkpoint_dir", "another checkpoint_dir starts anew"
 
 
 class Run:
@@ -107,18 +107,11 @@ class Run:
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
-        like = self.state_dict()
-        check(state, like | {"config": ANY, "best": ANY}, "state")
-        if type(state["best"]) is not float:
-            msg = f"state['best']: expected a float, got {state['best']!r}"
-            raise ValueError(msg)
         as_many = self.checkpointer is None or self.checkpointer._as_many
-        theirs, ours, at = state["config"], like["config"], "state['config']"
-        total = theirs.get("total_steps") if isinstance(theirs, dict) else None
-        is_shorter = type(total) is int and 0 <= total < (self.total or 0)
+        theirs, ours = state["config"], self.state_dict()["config"]
+        is_shorter = (theirs["total_steps"] or math.inf) < (self.total or 0)
         of_length = _OF_LENGTH if is_shorter else set()
-        check_equal(theirs, ours, at, of_length if as_many else _OF_RANKS)
-        check(total, self.total, f"{at}['total_steps']")
+        check_equal(theirs, ours, of_length if as_many else _OF_RANKS)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -164,8 +157,11 @@ class Run:
         }
         checkpointer = _Checkpointer(folder, keep=self.config.keep, **parts)
         checkpointer._devices = [self.device]
-        if not self.config.resume:
-            checkpointer._store.paths = []
+        newest = checkpointer._folder.newest()
+        if newest is not None and not self.config.resume:
+            has = f"{checkpointer._folder.title} has the checkpoint of step {newest}"
+            msg = f"resume: expected True, as {has}; another folder starts anew"
+            raise ValueError(msg)
         return checkpointer
 
     def _resume(self, checkpointer: Checkpointer) -> None:
@@ -184,15 +180,15 @@ class Run:
                 self.schedule.rescale(former, self.total)
         at = f"step {step} of {self._length()}"
         if self.has_finished:
-            remedy = "more max_steps or epochs continue it, resume=False starts anew"
-            msg = f"{checkpointer._store.title}: nothing is left to train at {at}: {remedy}"
+            remedy = "more max_steps or epochs continue it, another checkpoint_dir starts anew"
+            msg = f"{checkpointer._folder.title}: nothing is left to train at {at}: {remedy}"
             raise ValueError(msg)
         said = f"resumed at {at}"
         if checkpointer._as_many and self.total != former:
             self.schedule.set_lr()
             said += f", a longer run than {former}: its next learning rate is {self.schedule.lr:g}"
         if self.ranks.rank == 0:
-            _LOG.warning("%s: %s", checkpointer._store.title, said)
+            _LOG.warning("%s: %s", checkpointer._folder.title, said)
 
     @property
     def has_finished(self) -> bool:

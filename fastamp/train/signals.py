@@ -1,7 +1,8 @@
-"""SIGTERM and Ctrl-C, deferred until training has written a checkpoint."""
+"""SIGTERM, Ctrl-C and the like, deferred until training has written a checkpoint."""
 
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -11,14 +12,14 @@ DEFERRED = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """Defers SIGTERM and Ctrl-C until `deliver` or the end; a second one acts at once.
+    """Defers signals until `deliver` or the end; a second one acts at once.
 
     Only in the main thread, and only signals that are not ignored.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, numbers: Iterable[int]) -> None:
         in_main = threading.current_thread() is threading.main_thread()
-        self._numbers = DEFERRED if enabled and in_main else ()
+        self._numbers = [*numbers] if in_main else []
         self._previous: dict[int, Any] = {}
         self.received: int | None = None
         """The latest signal that was deferred."""
@@ -46,7 +47,7 @@ class Signals:
         self.received = None
         previous = self._previous.get(number, signal.SIG_DFL)
         self._put_back()
-        if number == signal.SIGTERM and previous is signal.SIG_DFL:
+        if previous is signal.SIG_DFL:
             raise SystemExit(128 + number)  # so that `finally` blocks and exit handlers run
         signal.raise_signal(number)
 
@@ -57,11 +58,3 @@ class Signals:
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
         signal.signal(number, self._previous[number])
-        handler = signal.getsignal(signal.SIGCHLD)
-        if callable(handler):  # torch's raises in mid-step: the same signal may end workers
-            self._previous[signal.SIGCHLD] = handler
-            signal.signal(signal.SIGCHLD, _pass_over)
-
-
-def _pass_over(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing; with SIG_IGN nobody would get the exit status of a child."""

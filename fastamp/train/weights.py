@@ -1,16 +1,94 @@
-"""Copies of tensors: a state for a thread to write, and a model's weights as safetensors."""
+"""Copies of tensors: whole ones of shards, a state for a thread, a model's weights."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastamp._files import write
 from fastamp.metrics.sinks import require
+from fastamp.step.adamw import AdamW
+from fastamp.step.shards import is_spread
 from fastamp.train.ranks import Ranks
+
+
+def to_whole(state: Any, *, keeps: bool) -> Any:
+    """Return a state with whole tensors in place of shards, one by one; all ranks call this.
+
+    The tensors are on the host where a rank `keeps` them, else None.
+    """
+
+    def whole(tensor: Any) -> Any:
+        if not is_spread(tensor):
+            return tensor
+        gathered = tensor.full_tensor()
+        return gathered.cpu() if keeps else None
+
+    versions = getattr(state, "_metadata", None)  # of a model's modules
+    state = tree_map_only(Tensor, whole, state)
+    if versions is not None:
+        state._metadata = versions
+    return state
+
+
+def to_shards(state: Any, own: Any) -> Any:
+    """Return a state in which this rank's parts stand for tensors that are shards in `own`."""
+    if is_spread(own):
+        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
+
+        return distribute_tensor(state, own.device_mesh, own.placements)
+    if not (isinstance(state, dict) and isinstance(own, dict)):
+        return state
+    parts = copy.copy(state)  # with the versions of a model's modules
+    parts.update((name, to_shards(value, own.get(name))) for name, value in state.items())
+    return parts
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's state: as shards beside shards, and in the dtypes that were saved.
+
+    torch casts them to the parameter's: of bfloat16 parameters Adafactor keeps float32 states. An
+    optimizer that loads in a way of its own, as fastamp.AdamW, chooses the dtypes itself.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    states = dict(state["state"])
+    for place, parameter in zip(places, parameters, strict=False):  # torch compares the lengths
+        if place in states:
+            beside = partial(_beside, parameter, all_rows=isinstance(optimizer, AdamW))
+            states[place] = tree_map_only(Tensor, beside, states[place])
+    optimizer.load_state_dict({**state, "state": states})
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        for place, parameter in zip(places, parameters, strict=True):
+            if place in states:
+                loaded = optimizer.state[parameter]
+                optimizer.state[parameter] = _in_saved_dtype(loaded, states[place])
+
+
+def _beside(parameter: Any, tensor: Tensor, *, all_rows: bool) -> Tensor:
+    """Return a copy of a tensor that is kept for a parameter, sharded as the parameter is.
+
+    `all_rows` shards tensors of another shape too: fastamp.AdamW's have the parameter's rows.
+    """
+    tensor = tensor.clone()  # not memory of the file
+    has_rows = tensor.shape == parameter.shape or (all_rows and tensor.dim() > 0)
+    return to_shards(tensor, parameter) if has_rows else tensor
+
+
+def _in_saved_dtype(loaded: Any, saved: Any) -> Any:
+    """Return what an optimizer has loaded for a parameter, with the dtypes that were saved."""
+    if isinstance(loaded, dict):
+        return {key: _in_saved_dtype(value, saved[key]) for key, value in loaded.items()}
+    if isinstance(loaded, (list, tuple)):
+        return type(loaded)(map(_in_saved_dtype, loaded, saved))
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype:
+        return saved.to(loaded.device, copy=True)
+    return loaded
 
 
 def save_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
@@ -22,17 +100,13 @@ def save_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
     """
     safetensors = require("safetensors.torch", "safetensors")
     names: dict[Any, str] = {}
-    tensors, left_out = {}, {}
-    named = model.state_dict().items()
-    values: dict[str, Any] = {name: value for name, value in named if isinstance(value, Tensor)}
-    for name, tensor in values.items():
-        is_shard = hasattr(tensor, "full_tensor")
-        whole = tensor.full_tensor() if is_shard else tensor.detach()  # by all ranks
-        if ranks.rank != 0:
+    tensors, left_out, own = {}, {}, model.state_dict()
+    for name, tensor in to_whole(own, keeps=ranks.rank == 0).items():
+        if not isinstance(tensor, Tensor):
             continue
-        first = names.setdefault(_key(tensor.to_local() if is_shard else tensor), name)
+        first = names.setdefault(_key(_local(own[name])), name)
         if first == name:  # a copy: safetensors refuses tensors that share memory
-            tensors[name] = whole.to("cpu", copy=True).contiguous()
+            tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
         else:
             left_out[name] = first
     ranks.first(lambda: write(path, safetensors.save(tensors, left_out)))
@@ -44,11 +118,16 @@ def check_whole(model: nn.Module, state: dict[str, Any]) -> None:
     Frozen parameters may be missing. A tensor that is there under another name is not missing.
     """
     missing = find_missing(model, state)
-    held = {_memory(t) for t in state.values() if isinstance(t, Tensor)} if missing else set()
+    held = (
+        {_local(t).data_ptr() for t in state.values() if isinstance(t, Tensor)}
+        if missing
+        else set()
+    )
     gone = [
         name
         for name, tensor in missing.items()
-        if _memory(tensor) not in held and (tensor.requires_grad or not _is_parameter(tensor))
+        if _local(tensor).data_ptr() not in held
+        and (tensor.requires_grad or not _is_parameter(tensor))
     ]
     if gone:
         more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
@@ -92,8 +171,12 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Any) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.data_ptr())
+    return _local(tensor).data_ptr()
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if is_spread(tensor) else tensor
+    return local
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:

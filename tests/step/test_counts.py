@@ -23,7 +23,7 @@ from fastamp.step import native
 
 SIZES = [(3,), (70, 5), (0,), (1025,)]
 OVERFLOWS = {0, 1, 4}
-ADAMW, ADAGRAD = torch.optim.AdamW, torch.optim.Adagrad
+ADAMW = torch.optim.AdamW
 
 
 class Run:
@@ -70,7 +70,7 @@ def assert_as_python(script, device, make=Run, **options):
     return ours
 
 
-@pytest.mark.parametrize("cls", [ADAMW, torch.optim.Adam, ADAGRAD])
+@pytest.mark.parametrize("cls", [ADAMW, torch.optim.Adam])
 def test_bias_corrections_count_the_steps_that_were_taken(cls, apart, device):
     run = assert_as_python(lambda run: run.steps(7), device, cls=cls)
     assert run.counts() == [4.0] * 4
@@ -138,7 +138,7 @@ def test_torchs_steps_in_between_find_the_counts(apart, device):
         torch.testing.assert_close(own.cpu(), expected)  # torch's loop rounds otherwise
 
 
-@pytest.mark.parametrize("cls", [ADAMW, ADAGRAD, torch.optim.SGD])
+@pytest.mark.parametrize("cls", [ADAMW, torch.optim.SGD])
 def test_learning_rates_on_the_device_are_read_there(cls, apart, device):
     def script(run):
         groups = run.optimizer.param_groups

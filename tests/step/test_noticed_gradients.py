@@ -96,8 +96,6 @@ def test_what_torch_refuses_in_mid_run_is_refused_as_by_torch(change, compiled):
     [
         ("sgd", {"momentum": 0.9}),
         ("sgd, nesterov", {"momentum": 0.0, "nesterov": False}),
-        ("sgd, nesterov", {"nesterov": False, "dampening": 0.5}),
-        ("adagrad", {"lr_decay": 0.5, "eps": 0.1, "weight_decay": 0.0}),
         ("adam, amsgrad", {"amsgrad": False}),
         ("adam, near end", {"betas": (0.9, 0.5)}),
     ],

@@ -15,7 +15,7 @@ import torch
 from support.bits import assert_close
 from support.devices import device_in_use
 from support.updates import everything, give, scaler_of
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW
 from torch.utils._pytree import tree_flatten
 
 import fastamp
@@ -39,18 +39,8 @@ INPUTS = {
         {"weight_decay": 0.5},
         {"momentum": 0.9},
         {"weight_decay": 0.1, "maximize": True},
-        {"momentum": 0.9, "dampening": 0.5},
         {"momentum": 0.9, "weight_decay": 0.1},
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    ],
-    Adagrad: [
-        {},
-        {"weight_decay": 0.1},
-        {"weight_decay": 0.1, "maximize": True},
-        {"lr": 0.1},
-        {"initial_accumulator_value": 0.1, "weight_decay": 0.1},
-        {"lr": 0.1, "lr_decay": 0.5, "weight_decay": 0.1},
-        {"lr": torch.tensor(0.001)},
     ],
 }
 CASES = [
@@ -67,10 +57,8 @@ def parameters_of(optimizer):
 
 
 def options_of(cls):
-    """Return the options of each case of a class; torch has no fused Adagrad for CUDA."""
-    is_refused = cls is Adagrad and device_in_use() == "cuda"
-    found = [options for case, options in CASES if case is cls]
-    return [options for options in found if not (is_refused and options.get("fused"))]
+    """Return the options of each case of a class."""
+    return [options for case, options in CASES if case is cls]
 
 
 def made(cls, count=0):
@@ -103,8 +91,7 @@ def step(optimizer, seed, *, ours=True):
         way = scaler.last_step.way
     else:
         way = fastamp.optimizer_step(optimizer, max_norm=1e9).way
-    begins = any(g.get("dampening") for g in optimizer.param_groups) and seed == 0
-    assert way.startswith("native") or (begins and "the first step of SGD with damp" in way)
+    assert way.startswith("native")
 
 
 def steps(pair, seeds):
@@ -327,12 +314,6 @@ def test_a_group_may_be_added_after_steps(cls, compiled, device):
         for each in pair:
             added = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (7, 70)]
             each.add_param_group({"params": added, "lr": 0.05, "weight_decay": 0.01})
-        if cls is Adagrad or pair[0].defaults.get("dampening"):  # its first step is torch's
-            try:
-                for each in pair:
-                    step(each, 5, ours=False)
-            except KeyError:
-                pytest.skip("this torch's Adagrad makes states only when it is made itself")
         assert_as_torch(pair, (6, 7))
 
 

@@ -76,8 +76,6 @@ def test_nan_on_one_rank_is_the_norm_of_all(four):
     + [("mixed", "sgd momentum")],
 )
 def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name):
-    if name == "adagrad fused" and torch.__version__ < (2, 10):
-        pytest.skip("torch 2.6 does not fold Adagrad, and has no rule for its kernel")
     for alone, ours in itertools.chain(*four.run(4, shard_cases.step, layout, name)):
         for expected, got in zip(alone, ours, strict=True):
             # A sum over ranks is rounded before it is scaled, where one process has none.

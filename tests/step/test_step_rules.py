@@ -123,7 +123,7 @@ def test_a_hooked_step_still_skips(name, backend, device):
     scaler = make_scaler(fastamp.GradScaler, device)
     one_step(scaler, optimizer, device, max_norm=1.0)
     assert torch.equal(parameters[0], before)
-    assert scaler.last_step.way == "torch's: there is a step hook"
+    assert scaler.last_step.way.startswith("torch's: ")
     assert scaler.skipped_steps == 1
 
 

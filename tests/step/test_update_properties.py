@@ -59,12 +59,7 @@ ADAM = {
 OPTIONS = {
     torch.optim.AdamW: ADAM,
     torch.optim.Adam: ADAM,
-    torch.optim.SGD: {
-        "momentum": st.sampled_from([0.0, 0.9]),
-        "nesterov": st.booleans(),
-        "dampening": RATES,
-    },
-    torch.optim.Adagrad: {"lr_decay": RATES, "initial_accumulator_value": RATES},
+    torch.optim.SGD: {"momentum": st.sampled_from([0.0, 0.9]), "nesterov": st.booleans()},
 }
 COMMON = {
     "lr": st.one_of(RATES, RATES.map(torch.tensor)),
@@ -108,11 +103,9 @@ def states_of(optimizer, group, drawn, random):
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group.get("amsgrad", False)
     if isinstance(optimizer, torch.optim.SGD):
         names = ["momentum_buffer"] if group["momentum"] else []
-    if isinstance(optimizer, torch.optim.Adagrad):
-        names = ["sum"]
     values = [memory(drawn.size, drawn.state_dtype, drawn.offsets[2], *random) for _ in names]
     states: dict[str, Any] = {
-        name: value.abs_() if name.endswith(("sq", "sum")) else value
+        name: value.abs_() if name.endswith("sq") else value
         for name, value in zip(names, values, strict=True)
     }
     if isinstance(optimizer, torch.optim.SGD):
@@ -135,15 +128,12 @@ def make(cls, options, drawn, run, random):
         made.append((parameter, each))
         groups[each.group]["params"].append(parameter)
     for group in groups if cls is torch.optim.SGD else ():
-        group["nesterov"] = bool(group["nesterov"] and group["momentum"] and not group["dampening"])
+        group["nesterov"] = bool(group["nesterov"] and group["momentum"])
     optimizer = cls([group for group in groups if group["params"]], fused=run.fused or None)
     for group in optimizer.param_groups:
         for parameter, each in made:
-            if any(parameter is p for p in group["params"]):
-                if each.state_dtype is None and group.get("dampening"):  # its first step is torch's
-                    each = each._replace(state_dtype=torch.float32)  # noqa: PLW2901
-                if each.state_dtype is not None:
-                    optimizer.state[parameter] = states_of(optimizer, group, each, random)
+            if each.state_dtype is not None and any(parameter is p for p in group["params"]):
+                optimizer.state[parameter] = states_of(optimizer, group, each, random)
     return made, optimizer
 
 

@@ -22,7 +22,6 @@ OPTIMIZERS = {
         {"lr": 1e-3, "weight_decay": 0.01, "amsgrad": True},
     ),
     "SGD, momentum 0.9": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
 }
 TORCHS = {
     "fused": {"fused": True},

@@ -85,7 +85,7 @@ def look_and_loop(folder: Path, in_thread: bool = False) -> None:  # noqa: FBT00
 def look(folder: Path) -> None:
     for path in folder.glob("step-*.pt"):
         with report_damage():
-            read_file(path, lambda _: None)
+            read_file(path)
 
 
 @contextlib.contextmanager

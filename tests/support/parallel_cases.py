@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import signal
 import sys
-import threading
 import warnings
 
 import pytest
 import torch
 from support import ranks as started_ranks
 from support.trainable import CURVES, CrashError, crash
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastamp
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.train import CheckpointError
-from fastamp.train import sharded_checkpoint as sharded
 
 BLOCK, N, N_HELD_OUT = 8, 96, 21
 
@@ -237,111 +233,6 @@ def error_of_call(call):
     return None
 
 
-def sums_of_removed(folder):
-    """Remove what the second rank has written, as if it lay on a disk that the first one lacks."""
-    mine = [*folder.glob("__1_*")]
-    for path in mine:
-        path.unlink()
-    return dict.fromkeys([path.name for path in mine], 0)
-
-
-def fail_to_write(folder, mode, where):
-    """Train where the second rank cannot write its part, or the first one what goes with it."""
-    at = torch.distributed.get_rank()
-
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if at == 1 and where == "its part":
-            patch.setattr(FileSystemWriter, "write_data", fail)
-        if at == 1 and where == "its own disk":
-            patch.setattr(sharded, "_sync_files", lambda folder, _: sums_of_removed(folder))
-        if at == 0 and where == "the rest":
-            patch.setattr(sharded, "write_file", fail)
-        return error_of(folder, parallel=mode, max_steps=7, stop_at=-1)
-
-
-class OwnError(Exception):
-    """An error that cannot be sent to another process."""
-
-    def __init__(self):
-        super().__init__("of the user's own")
-        self.lock = threading.Lock()
-
-
-class Refusing:
-    """A part whose state is refused, or not to be had."""
-
-    def __init__(self, problem):
-        self.problem = problem
-
-    def state_dict(self):
-        if isinstance(self.problem, type):
-            raise self.problem
-        return {"value": {"not pickled": lambda: 0, "a lock": threading.Lock()}.get(self.problem)}
-
-    def load_state_dict(self, state):
-        pass
-
-
-def save_what_is_refused(folder, name, problem, ranks):
-    """Return the error of a save where some ranks have a part that cannot be saved."""
-    is_one = torch.distributed.get_rank() in ranks
-    part = Refusing(problem if is_one else None)
-    checkpointer = fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1), **{name: part})
-    with pytest.raises(Exception, match="") as raised:  # noqa: PT011 - the test looks at it
-        checkpointer.save(1)
-    part.problem = None
-    checkpointer.save(2)
-    return type(raised.value).__name__, str(raised.value)
-
-
-class Versioned(torch.nn.Linear):
-    """Its scale of before version 2 was half of what it is."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state, prefix, metadata, *args):
-        if metadata.get("version", 1) < 2:
-            state[prefix + "weight"] = 2 * state[prefix + "weight"]
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-
-def save_and_restore_versions(folder):
-    """Return the versions that are restored, of a model of this version and of an older one."""
-    found = []
-    for version in (2, 1):
-        model, other = Versioned(2, 1), Versioned(2, 1)
-        torch.nn.init.ones_(model.weight)
-        model._version = version
-        fastamp.Checkpointer(folder / str(version), model=model).save(1)
-        fastamp.Checkpointer(folder / str(version), model=other).restore()
-        found.append(other.weight.tolist())
-    return found
-
-
-def make_wrongly_on_one(folder):
-    """Return the error of a Checkpointer whose loader is wrong on the second rank."""
-    loader = {"loader": [1]} if _rank() == 1 else {}
-    try:
-        fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1), **loader)
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def call_with_warnings_as_errors(folder, fields):
-    """Return the warning that training raises."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*resumed from", UserWarning)
-        try:
-            train(folder, **fields)
-        except UserWarning as warning:
-            return str(warning)
-    return None
-
-
 def train_as_launched(environment, errors, folder, fields):
     """Train in a process of its own that a launcher has started; its stderr goes to a file."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
@@ -359,18 +250,6 @@ def train_as_launched(environment, errors, folder, fields):
 
 def call(args, fields):
     return train(*args, **fields)
-
-
-def call_for_error(args, fields):
-    return error_of(*args, **fields)
-
-
-def call_for_warnings(args, fields):
-    """Return what training returns, and the warnings of this rank."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        result = train(*args, **fields)
-    return result, [str(one.message) for one in warned if one.category is UserWarning]
 
 
 def run(started, count, *args, **fields):

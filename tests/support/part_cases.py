@@ -21,7 +21,6 @@ RULES = {
     "adamw fused": (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
     "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
-    "adagrad": (torch.optim.Adagrad, {}),
 }
 OVERFLOWS, STEPS = {0, 3}, 6
 

@@ -45,9 +45,9 @@ def make_update(optimizer, factor=1.0, found_inf=0.0, *, zero_grad=False):
 
 def _make_state(rule, group, param, state):
     _, names, counts = _RULES[rule]
-    if counts and rule != "Adagrad":  # whose states the optimizer makes itself
+    if counts:
         state.setdefault("step", torch.zeros(()))
-    for name, option in names.items() if rule != "Adagrad" else ():
+    for name, option in names.items():
         if (option is None or group.get(option)) and state.get(name) is None:
             like = param.grad if rule == "SGD" else param
             state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
@@ -112,17 +112,10 @@ def _adam(group, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq=None):
 def _sgd(group, _step, grad, param, *buffers):
     grad = _decayed(grad, param, group["weight_decay"])
     momentum = group["momentum"]
-    found = [buffer * momentum + grad * (1 - group["dampening"]) for buffer in buffers]
+    found = [buffer * momentum + grad for buffer in buffers]
     for buffer in found:
         grad = grad + buffer * momentum if group["nesterov"] else buffer
     return [param - grad * float(group["lr"]), *found]
-
-
-def _adagrad(group, step, grad, param, total):
-    grad = _decayed(grad, param, group["weight_decay"])
-    total = total + grad * grad
-    lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
-    return [param - (grad * lr) / (_root(total) + group["eps"]), total]
 
 
 _ADAM = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
@@ -130,7 +123,6 @@ _ADAM = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
 _RULES = {
     "Adam": (_adam, _ADAM, True),
     "SGD": (_sgd, {"momentum_buffer": "momentum"}, False),
-    "Adagrad": (_adagrad, {"sum": None}, True),
 }
 
 

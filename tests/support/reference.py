@@ -165,17 +165,12 @@ def update(
         in_change = np.maximum(in_change, np.abs(change) * _ratio(sizes[-1], found[-1]))
     elif optimizer == "SGD" and o["momentum"]:
         momentum = o["momentum"]
-        found = [momentum * s[0] + (1 - o["dampening"]) * g]
-        sizes = [np.maximum(momentum * np.abs(s[0]), (1 - o["dampening"]) * size)]
+        found = [momentum * s[0] + g]
+        sizes = [np.maximum(momentum * np.abs(s[0]), size)]
         change, in_change = lr * found[0], lr * sizes[0]
         if o["nesterov"]:
             change, in_change = lr * (g + momentum * found[0]), lr * np.maximum(size, sizes[0])
-    elif optimizer == "SGD":
-        found, sizes, change, in_change = [], [], lr * g, lr * size
     else:
-        found, sizes = [s[0] + g * g], [np.maximum(s[0], np.abs(g) * size)]
-        rate = lr / (1 + (step - 1) * o["lr_decay"]) / (np.sqrt(found[0]) + o["eps"])
-        change, in_change = rate * g, rate * size
-        in_change = np.maximum(in_change, np.abs(change) * _ratio(sizes[0], found[0]))
+        found, sizes, change, in_change = [], [], lr * g, lr * size
     sizes = [np.maximum(size, np.abs(new)) for size, new in zip(sizes, found, strict=True)]
     return [p - change, *found], [np.maximum(in_change, np.abs(change)), *sizes]

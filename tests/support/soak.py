@@ -157,7 +157,6 @@ class Soak:
     def _round(self, jobs: list[Job]) -> None:
         """Do one job in the main thread, or several in threads of their own."""
         faulthandler.dump_traceback_later(HANG_S, exit=True)
-        # One folder for all: a process holds the lock of each folder of checkpoints to its end.
         for path in self._folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         if jobs[0] in soak_jobs.ALONE:

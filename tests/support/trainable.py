@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import random
-import signal
-import subprocess
 import threading
 import time
 import warnings
@@ -18,7 +15,6 @@ import numpy as np
 import torch
 
 import fastamp
-from fastamp.train import store
 from fastamp.train.result import CURVES as SCALARS
 
 CURVES = ("train_loss", "val_loss", "grad_norm", "loss_scale", "lr")
@@ -33,8 +29,8 @@ def crash():
 
 
 def names(folder):
-    """Name what is in a folder, except the file that is locked, which stays."""
-    return sorted(path.name for path in Path(folder).iterdir() if path.name != ".lock")
+    """Name what is in a folder."""
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def make_data(n=96):
@@ -91,10 +87,7 @@ def outcome_of_finished(folder, fields):
     except ValueError as error:
         if "nothing is left to train" not in str(error):
             raise
-    newest_path = max(p for p in Path(folder).glob("step-*") if p.suffix in {"", ".pt"})
-    state = torch.load(
-        newest_path / "run.pt" if newest_path.is_dir() else newest_path, weights_only=True
-    )
+    state = torch.load(max(Path(folder).glob("step-*.pt")), weights_only=True)
     tracker = fastamp.MetricsTracker()
     tracker.load_state_dict(state["tracker"])
     curves = {name: tracker.history(scalar) for name, scalar in SCALARS.items()}
@@ -172,16 +165,6 @@ def hang(folder):
     run(folder, checkpoint_every=1000, loss_fn=act_at(8, forever))
 
 
-def save_and_stay(folder, ends):
-    """Train with a checkpoint every 4 steps; stop in step 10 until told to end."""
-
-    def stay():
-        (folder / "saved").touch()
-        ends.wait()
-
-    run(folder, checkpoint_every=4, loss_fn=act_at(10, stay))
-
-
 def outcome(model, result):
     """Return all that two runs must have in common to the bit."""
     weights = [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
@@ -209,56 +192,6 @@ def train_to_the_end(folder, report, fields, stall_at):
     Path(report).rename(Path(report).with_suffix(".done"))
 
 
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 1600
-
-    def __getitem__(self, i):
-        time.sleep(0.005)
-        return torch.full((8,), i / 1600), i % 2
-
-
-def train_until_all_are_signalled(folder, accumulate, sender):
-    """Train with workers, and end them and this process by one signal, as a batch system does.
-
-    Workers that another process ends exit with an error, of which torch tells at once. This process
-    is signalled first: told of a worker before its own signal, it keeps the last checkpoint.
-    """
-    multiprocessing.set_start_method(None, force=True)  # Python's own, not how this one started
-    os.setsid()
-    calls = itertools.count()
-
-    def loss_fn(output, target):
-        if next(calls) == 9:
-            workers = [worker.pid for worker in multiprocessing.active_children()]
-            if sender == "itself":
-                os.killpg(0, signal.SIGTERM)
-            else:
-                wait_s = 0.05 * (sender == "later")  # then the loop waits for a worker
-                pids = " ".join(map(str, [os.getpid(), *workers]))
-                command = ["sh", "-c", f"sleep {wait_s}; kill -TERM {pids}"]
-                subprocess.Popen(command, start_new_session=True)
-            if sender == "another":
-                for pid in workers:
-                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        return torch.nn.functional.cross_entropy(output, target)
-
-    fields = {"max_steps": 400, "batch_size": 4, "num_workers": 2, "checkpoint_dir": folder}
-    config = fastamp.TrainConfig(accumulate=accumulate, loss_fn=loss_fn, **fields)
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), make_model())
-    fastamp.fine_tune(model, Slow(), config=config)
-
-
 def newest(folder):
     """Return the step of the newest checkpoint."""
     return max((int(p.stem[5:]) for p in folder.glob("step-*.pt")), default=0)
-
-
-def take_lock(folder):
-    """Return 0 if another process holds the lock of a folder, 1 if it is free."""
-    store.WAIT_S = 0
-    try:
-        store._lock(folder)
-    except OSError:
-        return 0
-    return 1

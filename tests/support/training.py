@@ -29,18 +29,10 @@ class SignMomentum(torch.optim.Optimizer):
                     p.sub_(moment.tanh(), alpha=group["lr"])
 
 
-def fused_adagrad(parameters):
-    parameters = list(parameters)
-    if parameters[0].is_cuda:
-        pytest.skip("torch has no fused Adagrad for CUDA")
-    return torch.optim.Adagrad(parameters, lr=1e-2, fused=True)
-
-
 OPTIMIZERS = {
     "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
     "adam fused": lambda ps: torch.optim.Adam(ps, lr=1e-3, fused=True),
     "sgd fused": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, fused=True),
-    "adagrad fused": fused_adagrad,
     "adamw foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-3, foreach=True),
     "sgd momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),

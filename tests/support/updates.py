@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 from support.bits import bits
 from support.devices import device_in_use
@@ -28,8 +27,6 @@ RULES = {
     "adam, amsgrad": (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
     "sgd": (torch.optim.SGD, {"weight_decay": 0.1}),
     "sgd, nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "sgd, dampening": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.01}),
 }
 
 MORE_RULES = {
@@ -37,10 +34,6 @@ MORE_RULES = {
     "adam, maximize": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True, "eps": 1e-3}),
     "sgd, maximize": (torch.optim.SGD, {"maximize": True}),
     "sgd, momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "adagrad, maximize": (
-        torch.optim.Adagrad,
-        {"maximize": True, "initial_accumulator_value": 0.1, "eps": 1e-3},
-    ),
 }
 """Options that few tests need."""
 
@@ -78,15 +71,3 @@ def everything(parameters: Iterable[torch.Tensor], optimizer) -> list[bytes]:
     states = [v for p in parameters for v in optimizer.state.get(p, {}).values() if v is not None]
     grads = [p.grad for p in parameters if p.grad is not None]
     return [bits(t.detach()).tobytes() for t in [*parameters, *grads, *states]]
-
-
-def skip_where_torch_refuses(optimizer, dtype):
-    """In older torch fused Adagrad takes no scale, and then float16 gradients are an error.
-
-    On a GPU torch has no fused Adagrad.
-    """
-    on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
-    if on_gpu and isinstance(optimizer, torch.optim.Adagrad):
-        pytest.skip("torch has no fused Adagrad for CUDA")
-    if dtype is torch.float16 and not getattr(optimizer, "_step_supports_amp_scaling", False):
-        pytest.skip("torch refuses float16 gradients here")

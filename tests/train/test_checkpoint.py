@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import time
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -138,10 +137,9 @@ def test_a_run_says_where_it_resumes_and_a_finished_one_is_refused(
     run(tmp_path, **fields)
     assert caplog.messages == [f"checkpoint_dir={tmp_path}: resumed at step 4 of 6"]
     problem = "nothing is left to train at step 6 of 6"
-    remedies = "more max_steps or epochs continue it, resume=False starts anew"
+    remedies = "more max_steps or epochs continue it, another checkpoint_dir starts anew"
     with pytest.raises(ValueError, match=f"checkpoint_dir={tmp_path}: {problem}: {remedies}"):
         run(tmp_path, **fields)
-    assert run(tmp_path, **fields, resume=False)[1].steps == 6
 
 
 def test_a_run_that_was_ended_before_its_last_evaluation_makes_it(tmp_path, caplog):
@@ -267,7 +265,8 @@ def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path):
     assert names(tmp_path) == [f"step-{best:08d}.pt", "step-00000030.pt"]
     assert result.best_checkpoint == tmp_path / f"step-{best:08d}.pt"
     state = torch.load(result.best_checkpoint, weights_only=True)
-    assert state["best"] == [best, result.val_loss.values.min()]
+    lowest = result.val_loss.values.min()
+    assert state["best"] == {"step": best, "metric": lowest, "mode": "min"}
     with pytest.raises(CrashError):
         run(tmp_path / "b", loss_fn=act_at(17, crash), **fields)
     assert run(tmp_path / "b", **fields)[1].best_checkpoint.name == result.best_checkpoint.name
@@ -292,23 +291,20 @@ def test_the_newest_are_kept_and_leftovers_go(tmp_path):
     assert names(tmp_path) == ["notes.txt", "step-00000006.pt", "step-00000009.pt"]
 
 
-def test_starting_anew_replaces_the_old_run_once_there_is_a_checkpoint(tmp_path):
-    run(tmp_path, max_steps=9)
-    with pytest.raises(CrashError):
-        run(tmp_path, max_steps=9, resume=False, loss_fn=act_at(3, crash))
-    assert newest(tmp_path) == 9
-    with pytest.raises(CrashError):
-        run(tmp_path, max_steps=9, resume=False, loss_fn=act_at(5, crash))
-    assert names(tmp_path) == ["step-00000003.pt"]
+def test_starting_anew_over_checkpoints_is_refused_at_the_start(tmp_path):
+    run(tmp_path, max_steps=3)
+    begun = act_at(1, lambda: pytest.fail("training has begun"))
+    has = f"checkpoint_dir={tmp_path} has the checkpoint of step 3"
+    with pytest.raises(ValueError, match=f"resume: expected True, as {has}; another folder starts"):
+        run(tmp_path, max_steps=9, resume=False, loss_fn=begun)
+    assert run(tmp_path / "new", max_steps=3, resume=False)[1].steps == 3
 
 
 def test_another_run_is_refused_and_nothing_changes(tmp_path):
     run(tmp_path, max_steps=9)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(
-        CheckpointError, match=r"09\.pt: it has 0\.weight='torch\.float32 \[16, 8\]'"
-    ):
+    with pytest.raises(CheckpointError, match=r"09\.pt: its model is another one: missing keys: 1"):
         run(tmp_path, max_steps=9, model=model)
     assert all(map(torch.equal, model.parameters(), before))
     for fields, problem in [
@@ -316,7 +312,7 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path):
         ({"optimizer": "sgd"}, "it has optimizer='AdamW', this run 'SGD'"),
         ({"max_steps": 6}, "it has total_steps=9, this run 6"),
         ({"use_amp": False}, "precision='16-mixed', this run '32-true'"),
-        ({"seed": 5}, "it has seed=0, this run 5; resume=False starts anew"),
+        ({"seed": 5}, "it has seed=0, this run 5; another checkpoint_dir starts anew"),
     ]:
         with pytest.raises(CheckpointError, match=problem):
             run(tmp_path, **{"max_steps": 9, **fields})
@@ -333,21 +329,6 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-def zip_bomb(path):
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", bytes(10_000_000))
-
-
-def pipe(path):
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-def dangling(path):
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
 class Runs:
     """What a hostile file would have called."""
 
@@ -356,19 +337,13 @@ class Runs:
 
 
 def hostile(path):
-    torch.save({"format": "fastamp.train 4", "model": Runs()}, path)
+    torch.save({"format": "fastamp.train 5", "model": Runs()}, path)
 
 
 DAMAGE = {
-    "is damaged or no checkpoint": cut_short,
+    "is damaged": cut_short,
     "the sum of .* is wrong": flip_a_bit,
-    "no checkpoint: File is not": lambda path: path.write_text("text"),
-    "no checkpoint: its .* larger than the file": zip_bomb,
-    "is not a regular file": pipe,
-    "No such file": dangling,
-    "expected 'fastamp.train 4', got None": lambda path: torch.save({"a": 1}, path),
-    "expected 'fastamp.train 4', got 7": lambda path: torch.save({"format": 7}, path),
-    "got '.ud800'": lambda path: torch.save({"format": "\ud800"}, path),
+    "is damaged: File is not": lambda path: path.write_text("text"),
     "holds an object of .*CrashError": lambda path: torch.save(CrashError(), path),
     "holds an object of .*mkdir": hostile,
 }
@@ -391,23 +366,20 @@ def test_damaged_checkpoints_are_passed_over_with_one_warning(problem, tmp_path,
 
 
 def test_what_was_passed_over_is_no_longer_kept(tmp_path):
-    """If it is ours; what is not, and in the way, is set aside."""
     run(tmp_path, max_steps=9, keep=9)
     (tmp_path / "step-00000012.pt").touch()
     flip_a_bit(tmp_path / "step-00000009.pt")
     (tmp_path / "step-00000006.pt").write_text("text")
     with pytest.warns(UserWarning, match="resumed from"), pytest.raises(CrashError):
         run(tmp_path, max_steps=9, keep=2, checkpoint_every=1, loss_fn=act_at(4, crash))
-    aside = [name for name in names(tmp_path) if name.endswith(".damaged")]
-    assert (tmp_path / aside[0]).read_text() == "text"
-    assert {*names(tmp_path)} == {"step-00000005.pt", "step-00000006.pt", *aside}
+    assert names(tmp_path) == ["step-00000005.pt", "step-00000006.pt"]
 
 
 def test_where_all_are_damaged_nothing_starts(tmp_path):
     run(tmp_path, max_steps=9, keep=2)
     for name in names(tmp_path):
         cut_short(tmp_path / name)
-    text = r"(?s)09\.pt: .*06\.pt: .*; there is no whole one; resume=False starts anew"
+    text = r"(?s)09\.pt: .*06\.pt: .*; there is no whole one; another checkpoint_dir starts"
     with pytest.raises(CheckpointError, match=text):
         run(tmp_path, max_steps=9)
 
@@ -427,9 +399,7 @@ def test_what_the_machine_cannot_read_is_not_passed_over(kind, tmp_path, monkeyp
 def test_a_checkpoint_of_another_version_is_not_passed_over(tmp_path):
     run(tmp_path, max_steps=9)
     torch.save({"format": "fastamp.train 0"}, tmp_path / "step-00000009.pt")
-    with pytest.raises(
-        CheckpointError, match=r"09\.pt: expected .*, got 'fastamp.train 0'; resume"
-    ):
+    with pytest.raises(CheckpointError, match=r"09\.pt: expected .*, got 'fastamp.train 0'"):
         run(tmp_path, max_steps=9)
 
 
@@ -472,9 +442,9 @@ def test_a_full_disk_leaves_the_state_and_the_older_checkpoint(tmp_path, monkeyp
     assert outcome(*run(tmp_path)) == outcome(*run())
 
 
-def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path):
+def test_a_folder_that_cannot_be_read_is_an_error_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     model = make_model()
-    with pytest.raises(OSError, match=f"checkpoint_dir={tmp_path}/file/run: cannot be written to"):
+    with pytest.raises(OSError, match=f"checkpoint_dir={tmp_path}/file/run: cannot be read: Not a"):
         run(tmp_path / "file" / "run", model=model)
     assert all(map(torch.equal, model.parameters(), make_model().parameters()))

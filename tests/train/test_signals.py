@@ -18,26 +18,25 @@ from support.trainable import (
     newest,
     outcome,
     run,
-    train_until_all_are_signalled,
 )
 
+import fastamp
 
-@pytest.mark.parametrize("sender", ["itself", "another", "later"])
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_signal_that_ends_workers_too_saves_first(accumulate, sender, tmp_path):
-    """As a batch system's, to all processes; the model has seen what the loader delivered."""
-    folder = tmp_path / "run"
-    args = (folder, accumulate, sender)
-    process = CONTEXT.Process(target=train_until_all_are_signalled, args=args)
-    process.start()
-    process.join(240)
-    assert process.exitcode == 143
-    if sender == "later" and accumulate > 1 and not names(folder):
-        return  # some batches of a step had been delivered
-    (saved,) = names(folder)
-    state = torch.load(folder / saved, weights_only=True)
-    assert state["loader"]["n_consumed"] == state["step"] * accumulate
-    assert state["model"]["0.num_batches_tracked"] == state["step"] * accumulate
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_the_signals_that_are_waited_for_can_be_chosen(number, tmp_path):
+    handlers = signal.getsignal(number), signal.getsignal(signal.SIGTERM)
+    checkpointer = fastamp.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1))
+    with checkpointer.on_signal(number):
+        assert signal.getsignal(signal.SIGTERM) is handlers[1]
+        checkpointer.save(1, every=100)
+        signal.raise_signal(number)
+        assert names(tmp_path) == []
+        with pytest.raises(SystemExit) as raised:
+            checkpointer.save(2, every=100)
+    assert raised.value.code == 128 + number
+    assert names(tmp_path) == ["step-00000002.pt"]
+    assert (signal.getsignal(number), signal.getsignal(signal.SIGTERM)) == handlers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

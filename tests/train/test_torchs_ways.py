@@ -49,9 +49,6 @@ def test_a_number_in_the_state_of_a_model_is_restored(tmp_path):
     fastamp.Checkpointer(tmp_path, model=model).save(1)
     assert fastamp.Checkpointer(tmp_path, model=other).restore() == 1
     assert other.count == -5
-    other.count = torch.zeros(1)
-    with pytest.raises(fastamp.CheckpointError, match=r"it has count='-5', this run 'torch\."):
-        fastamp.Checkpointer(tmp_path, model=other).restore()
 
 
 def test_a_module_without_shapes_yet_takes_those_of_its_checkpoint(tmp_path):
@@ -60,7 +57,7 @@ def test_a_module_without_shapes_yet_takes_those_of_its_checkpoint(tmp_path):
     fastamp.Checkpointer(tmp_path, model=model).save(1)
     assert fastamp.Checkpointer(tmp_path, model=other).restore() == 1
     assert torch.equal(other.weight, model.weight)
-    with pytest.raises(fastamp.CheckpointError, match=r"it has bias='torch.*', this run None"):
+    with pytest.raises(fastamp.CheckpointError, match=r"unexpected keys: bias"):
         fastamp.Checkpointer(tmp_path, model=torch.nn.LazyLinear(3, bias=False)).restore()
 
 
