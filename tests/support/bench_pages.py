@@ -37,7 +37,7 @@ TINY = Shape(layers=1, heads=2, width=32, block_size=16)
 COMMANDS = {
     "train": "train rl --precision bf16 --batch-size 4 --steps 12 --device cpu",
     "step": "step --shapes 3x1000,2gx10 --work norm adamw-open --device cpu",
-    "loader": "loader --data tensors collate slow --device cpu",
+    "loader": "loader --data tensors slow --device cpu",
     "timer": "timer --device cpu",
     "latency": "latency --batch-sizes 1,2 --device cpu",
 }

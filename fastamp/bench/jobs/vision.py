@@ -10,21 +10,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 import fastamp
-from fastamp.bench import crops, photos
+from fastamp.bench import photos
 from fastamp.bench.jobs.networks import HELD_OUT, MAX_NORM, find_options
 
 COUNT = 50_000  # images, as in CIFAR-10
 PHOTOS = 256
+PADDING = 4
+PLACES = 2 * PADDING + 1  # of a crop, in each direction
+
+
+class _Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Images that are augmented one by one."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.images[index]
+        size = image.shape[-1]
+        drawn = torch.randint(2**31, (3,)).tolist()
+        y, x = drawn[0] % PLACES, drawn[1] % PLACES
+        image = functional.pad(image, [PADDING] * 4)[:, y : y + size, x : x + size]
+        if drawn[2] % 2:
+            image = image.flip(2)
+        return image, self.labels[index]
 
 
 class _Pictures(fastamp.ArrayDataset):
     """Cropped and flipped images; torch's loader reads `by_torch` in their place."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        super().__init__(images, labels, augment=crops.make_augmentations())
-        self.by_torch = crops.Samples(images, labels)
+        steps: list[Any] = [fastamp.RandomCrop(padding=PADDING), fastamp.RandomHorizontalFlip()]
+        super().__init__(images, labels, augment=steps)
+        self.by_torch = _Samples(images, labels)
 
 
 class _Photos(fastamp.ImageFolder):
