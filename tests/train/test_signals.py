@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ import fastamp
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
-def test_the_signals_that_are_waited_for_can_be_chosen(number, tmp_path):
-    handlers = signal.getsignal(number), signal.getsignal(signal.SIGTERM)
+def test_the_signals_that_are_waited_for_can_be_chosen(number, tmp_path, request):
+    request.addfinalizer(partial(signal.signal, number, signal.signal(number, signal.SIG_DFL)))
+    handlers = signal.getsignal(number), signal.getsignal(signal.SIGTERM)  # nohup ignores SIGHUP
     checkpointer = fastamp.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1))
     with checkpointer.on_signal(number):
         assert signal.getsignal(signal.SIGTERM) is handlers[1]
