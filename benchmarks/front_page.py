@@ -49,7 +49,6 @@ class Row(NamedTuple):
     command: str
     race: str
     metrics: tuple[str, ...]  # the first that the record has
-    naive: str = ""  # the metric over a naive loop, of records that have one
 
 
 def _alone(command: str, race: str, text: str, base: str, metric: str = "speedup") -> Row:
@@ -57,8 +56,8 @@ def _alone(command: str, race: str, text: str, base: str, metric: str = "speedup
 
 
 def _task(name: str, text: str) -> Row:
-    metrics = (f"speedup/{name}/fastamp", f"{name}/fastamp/bf16", f"{name}/fastamp/fp32")
-    return Row(f"`{name}`: {text}", "", "jobs", name, metrics, f"over_naive/{name}/fastamp")
+    metrics = (f"{name}/fastamp/bf16", f"{name}/fastamp/fp32")
+    return Row(f"`{name}`: {text}", "", "jobs", name, metrics)
 
 
 BY_HAND = "`index_select`, by hand"
@@ -74,7 +73,6 @@ GROUPS = {
         _alone("timer", "timer", "timer: a region", "contextlib", "of_plain"),
     ],
     "A whole training": [
-        _task("gpt", "two layers, 8 x 64 bytes"),  # as older records name the next one
         _task("small-gpt", "two layers, 8 x 64 bytes"),
         _task("mlp", "784-256-10, batches of 256"),
         _task("cnn", "3x32x32, cropped, flipped, 128"),
@@ -92,7 +90,6 @@ GROUPS = {
         )
     ],
 }
-BASES = {"stock": "the good loop", "naive": "the naive loop"}  # of older records
 ON_A_GPU = {  # rows of `bench step`, of which on_gpu.sh keeps the text
     "gpt2/adamw": ("on an H200: a step of GPT-2", "fused AdamW"),
 }
@@ -104,7 +101,7 @@ text {{ font-family: system-ui, sans-serif !important }}
 """
 # The record of `amp` needs a machine with bfloat16 units. It is older than builds.
 ABOUT = """Ratios: means over builds in fresh processes, 95 % intervals (`amp`: one build).
-Grey: no gain. `gpt` to `rl`: whole trainings. """
+Grey: no gain. `small-gpt` to `rl`: whole trainings, over torch's loop with its DataLoader. """
 
 
 class Found(NamedTuple):
@@ -114,7 +111,6 @@ class Found(NamedTuple):
     base: str
     ratio: Interval
     times: list[str]  # of torch and fastamp
-    naive: str
 
 
 def read_records() -> dict[str, Any]:
@@ -144,7 +140,7 @@ def read_gpu() -> tuple[list[Found], str]:
         value, low, high = map(float, re.findall(r"[\d.]+", said.removeprefix(f"speedup/{race} ")))
         times = {each["arm"]: f"{float(each['median ms']):.2f} ms" for each in row["table"]}
         figures = [times["torch"], times["fastamp"]]
-        found.append(Found(text, base, Interval(value=value, low=low, high=high), figures, ""))
+        found.append(Found(text, base, Interval(value=value, low=low, high=high), figures))
     return found, f"{facts['device']}, {parts['step']['begun'][:10]}."
 
 
@@ -158,9 +154,7 @@ def _find(record: dict[str, Any], row: Row) -> Found:
     if each is None:
         sys.exit(f"the record has no {row.metrics[0]}: --measure {row.command}")
     times = [_show(_time_s(record, row.race, each[arm])) for arm in ("base", "arm")]
-    naive = _say(_read(found[row.naive])) if row.naive in found else ""
-    base = row.base or BASES.get(each["base"], each["base"])
-    return Found(row.text, base, _read(each), times, naive)
+    return Found(row.text, row.base or each["base"], _read(each), times)
 
 
 def _read(measurement: dict[str, Any]) -> Interval:
@@ -192,10 +186,10 @@ def _say(ratio: Interval) -> str:
 def make_table(figures: dict[str, list[Found]], records: dict[str, Any], docs: str) -> str:
     """Return the block of a page; `docs` is where it finds the documentation."""
     lines = [f"![What each part of fastamp gains]({docs}images/gains.svg)", ""]
-    heads = ("", "over", "torch", "fastamp", "times as fast", "over a naive loop")
-    lines += [f"| {' | '.join(heads)} |".replace("|  |", "| |"), "|---|---|--:|--:|--:|--:|"]
+    heads = ("", "over", "torch", "fastamp", "times as fast")
+    lines += [f"| {' | '.join(heads)} |".replace("|  |", "| |"), "|---|---|--:|--:|--:|"]
     for row in (row for rows in figures.values() for row in rows):
-        cells = [row.text, row.base, *row.times, _say(row.ratio), row.naive]
+        cells = [row.text, row.base, *row.times, _say(row.ratio)]
         lines.append(f"| {' | '.join(cells)} |")
     about = [*ABOUT.split(), "`python -m fastamp.bench`", *_sources(records)]
     about.append(f"[On a GPU]({docs}how/gpu.md): {read_gpu()[1]}")
@@ -205,11 +199,11 @@ def make_table(figures: dict[str, list[Found]], records: dict[str, Any], docs: s
 
 def _sources(records: dict[str, Any]) -> Iterator[str]:
     machines: dict[str, list[str]] = {}
-    for command, record in records.items():
+    for record in records.values():
         env, day = record["environment"], record["created"][:10]
         torch = env["torch"].partition("+")[0]
         machine = f"{env['threads']} cores of {env['device_name']}, torch {torch}, {day}"
-        machines.setdefault(machine, []).append(f"`{command}`")
+        machines.setdefault(machine, []).append(f"`{record['command']}`")
     for machine, commands in machines.items():
         yield f"{', '.join(commands)}: {machine}."
 

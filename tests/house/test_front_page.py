@@ -109,5 +109,5 @@ def test_a_record_without_a_row_is_refused_by_the_name_of_the_row(front):
     record = json.loads(path.read_text())
     record["measurements"] = [m for m in record["measurements"] if "images" not in m["name"]]
     path.write_text(json.dumps(record))
-    with pytest.raises(SystemExit, match="has no speedup/images/fastamp: --measure jobs"):
+    with pytest.raises(SystemExit, match="has no images/fastamp/bf16: --measure jobs"):
         front.main(["--check"])
