@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, IterDataPipe, Sampler, SequentialSampler
 
 from fastamp._ops import untraced
 from fastamp.data.checks import as_integer, check_generator, check_shardable, check_worker
@@ -227,8 +227,9 @@ class DataLoader(TorchDataLoader[T_co]):
         again up to the position.
 
         Raises:
-            TypeError: workers read an iterable dataset, or one with a state; the dataset's
-                `state_dict` needs arguments; or `in_order` is False with workers.
+            TypeError: workers read an iterable dataset, or one with a state; the dataset is a pipe
+                of torch's, or its `state_dict` needs arguments; or `in_order` is False with
+                workers.
             RuntimeError: the dataset has a state, and Ctrl-C interrupted reading it.
         """
         check_state(self)
@@ -321,6 +322,9 @@ def check_state(loader: DataLoader[Any]) -> None:
             raise TypeError(msg)
     elif not isinstance(dataset, IterableDataset):
         name = ""
+    if isinstance(dataset, IterDataPipe):
+        msg = "dataset: the position of a pipe of torch's is unknown: use an IterableDataset"
+        raise TypeError(msg)
     if loader.num_workers > 0 and name:
         msg = (
             f"num_workers: {name} has a position of its own in each of {loader.num_workers} "

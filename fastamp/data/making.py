@@ -22,6 +22,7 @@ from fastamp.data.items import (
     Stream,
     WorkerItems,
     WorkerJobs,
+    as_list,
     change,
     hand_on,
 )
@@ -37,9 +38,8 @@ from fastamp.data.runners import (
     in_threads,
     make_in_worker,
     own_copy,
-    read_stream,
 )
-from fastamp.data.sample_rng import Order, draw_seed, generators_kept
+from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns, why_not
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -158,11 +158,13 @@ class Making:
             elif device.type == "cuda" and gathered.device.type == "cpu":
                 return self._ahead(gathered, device)
             batches = here(gathered.make, self._jobs())
-        elif is_stream:
+        elif is_stream and not (loader.num_workers or isinstance(dataset, IterDataPipe)):
             batches = self._read_stream()
         elif loader.num_workers and self.own.worker == "thread":
             batches = self._in_threads()
-        elif loader.num_workers or is_replaced():
+        elif is_stream or is_replaced():
+            batches = self._as_torch()
+        elif loader.num_workers:
             batches = self._in_processes()
         else:
             batches = here(self._items(dataset).make, self._jobs())
@@ -231,28 +233,46 @@ class Making:
         return in_threads(Threads(count, "fastamp worker", begin), make, jobs, ahead=ahead)
 
     def _in_processes(self) -> Iterator[Made | Failed]:
-        """Return the batches of torch's iterator over a map-style dataset."""
+        """Return the batches that torch's worker processes make of a map-style dataset."""
         loader, own, same = self.loader, self.own, torch.Generator()
         placed = self._jobs(same)
         if own.inner is not None:
             inner, jobs = own.inner
-            jobs.begin(placed)
+            jobs.jobs = placed
             return iter(inner)
-        jobs = WorkerJobs(placed, is_placed=not is_replaced())
-        how: dict[str, Any] = {"batch_size": None, "sampler": jobs}
-        if not self.single:
-            how = {"batch_size": 1, "batch_sampler": jobs}
-        if is_replaced():  # who replaces torch's `__next__` reads the dataset and the indices there
-            own_way = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
-            inner = self._torchs(loader.dataset, same, **how, **own_way)
-            return map(Made, iter(inner))
+        jobs = WorkerJobs(placed)
         items = WorkerItems(self._items(loader.dataset, in_process=True), loader.worker_init_fn)
         inner = self._torchs(
-            items, same, **how, collate_fn=hand_on, worker_init_fn=items.init_worker
+            items, same, collate_fn=hand_on, worker_init_fn=items.init_worker, **self._by(jobs)
         )
         if loader.persistent_workers:
             own.inner = inner, jobs
         return iter(inner)
+
+    def _as_torch(self) -> Iterator[Made | Failed]:
+        """Return the batches of torch's own loader: of pipes, and of streams that workers read.
+
+        Also where a program has replaced what torch's iterators do for each batch: it reads the
+        dataset and the indices there.
+        """
+        loader, own, inner = self.loader, self.own, self.own.inner
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if inner is None:
+            if is_stream:
+                source, how = self._source(apart=False), self._sizes()
+            else:
+                source = torch.Generator()
+                how = self._by(as_list(rows) for rows, *_ in self._jobs(source))
+            how["worker_init_fn"] = loader.worker_init_fn
+            inner = self._torchs(loader.dataset, source, collate_fn=loader.collate_fn, **how)
+            own.inner = inner if is_stream and loader.persistent_workers else None
+        return map(Made, iter(inner))
+
+    def _by(self, indices: Any) -> dict[str, Any]:
+        """Return the arguments of torch's loader for an order of batches, or of single samples."""
+        if self.single:
+            return {"batch_size": None, "sampler": indices}
+        return {"batch_sampler": indices}
 
     def _torchs(self, dataset: Any, generator: torch.Generator, **how: Any) -> Any:
         """Return torch's loader with the options of this one; its own thread pins the batches."""
@@ -261,47 +281,29 @@ class Making:
         options["pin_memory"] = self.memory.pinned
         if not self.loader.num_workers:
             options["prefetch_factor"] = None
-        return TorchDataLoader(dataset, **options, **how)
+        inner = TorchDataLoader(dataset, **options, **how)
+        inner._IterableDataset_len_called = self.loader._IterableDataset_len_called  # for a warning
+        return inner
 
     def _read_stream(self) -> Iterator[Made | Failed]:
-        """Return the batches of torch's iterator over an iterable dataset."""
-        loader, own, position = self.loader, self.own, self.position
-        count, same = loader.num_workers, torch.Generator()
-        inner, stream = own.inner or (None, None)
-        if isinstance(loader.dataset, IterDataPipe):
-            same = self._source(apart=position.sample_seed is not None)  # torch seeds the pipes
-            position.sample_seed = position.sample_seed or 0
-        else:
-            self._draw_base(same, position.sample_seed is not None)
-        if inner is None:
-            inner, stream = self._open_stream(same)
-            own.inner = (inner, stream) if loader.persistent_workers else None
-        inner._IterableDataset_len_called = loader._IterableDataset_len_called
-        if stream is None:
-            return map(Made, iter(inner))
-        stream.begin(position.sample_seed, position.epoch, position.dataset_state)
-        if count:
-            return iter(inner)
-        batches = read_stream(stream, iter(inner))
-        own.save = stream.state_dict if find_save(loader.dataset) else None
-        if own.save is None and position.batch:
-            with generators_kept():  # read what was delivered once more
-                for _ in islice(batches, position.batch):
+        """Read an iterable dataset from its state on, or again up to the position."""
+        loader, position, same = self.loader, self.position, torch.Generator()
+        self._draw_base(same, position.sample_seed is not None)
+        collate_fn = self._items(loader.dataset).collate_fn
+        inner = self._torchs(loader.dataset, same, collate_fn=collate_fn, **self._sizes())
+        order = Order(find_pass_key(position.sample_seed or 0, position.epoch))
+        stream = Stream(inner, order, position.dataset_state)
+        if find_save(loader.dataset) is not None:
+            self.own.save = stream.state_dict
+        elif position.batch:
+            with generators_kept():
+                for _ in islice(stream, position.batch):
                     pass
-        stream.cell.number = position.batch
-        return batches
+        stream.number = position.batch
+        return stream
 
-    def _open_stream(self, generator: torch.Generator) -> tuple[Any, Stream | None]:
-        """Return torch's loader of an iterable dataset, and what stands in that one's place."""
-        loader, dataset = self.loader, self.loader.dataset
-        how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if isinstance(dataset, IterDataPipe):  # torch reads its graph
-            own = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
-            return self._torchs(dataset, generator, **how, **own), None
-        collate_fn = self._items(dataset, in_process=loader.num_workers > 0).collate_fn
-        stream = Stream(dataset, collate_fn, loader.num_workers, loader.worker_init_fn)
-        own = {"collate_fn": stream.collate, "worker_init_fn": stream.init_worker}
-        return self._torchs(stream, generator, **how, **own), stream
+    def _sizes(self) -> dict[str, Any]:
+        return {"batch_size": self.loader.batch_size, "drop_last": self.loader.drop_last}
 
 
 def is_replaced() -> bool:

@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from types import ModuleType
@@ -21,8 +20,8 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.items import Failed, Items, Made, Make, Stream, attempt
-from fastamp.data.sample_rng import Order, current, generators_kept
+from fastamp.data.items import Failed, Items, Made, Make, attempt
+from fastamp.data.sample_rng import Order, generators_kept
 
 
 @dataclass(frozen=True)
@@ -269,23 +268,3 @@ def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:
             ]
             vars(made)[name] = type(value)(copies)
     return made
-
-
-def read_stream(stream: Stream, iterator: Iterator[Any]) -> Iterator[Made | Failed]:
-    """Read the batches of torch's iterator over a stream in the loop's thread."""
-    return iter(partial(_read, stream, iterator), None)
-
-
-def _read(stream: Stream, iterator: Iterator[Any]) -> Made | Failed | None:
-    """Return the next batch, or None at the end."""
-    before, start_s = current.sample, time.perf_counter()
-    current.sample = stream.cell
-    try:
-        made: Made = next(iterator)
-        return made._replace(getitem_s=time.perf_counter() - start_s - made.collate_s)
-    except StopIteration:
-        return None
-    except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
-        return Failed(error)
-    finally:
-        current.sample = before

@@ -135,11 +135,11 @@ def sample_rng() -> SampleRng:
     number, or on where a pass was stopped and resumed. A sample that comes twice in an epoch gets
     two different draws. All calls for one sample return the same generators, which continue.
 
-    `__getitems__` has one set of generators for each batch, and a `collate_fn` another one. Each
-    worker's copy of an iterable dataset has one for each of its batches, shared with the
-    `collate_fn`. Outside of a `fastamp.DataLoader` each call returns new ones, seeded from torch's
-    default generator. Draws from the global generators of torch, NumPy or Python are not repeatable
-    if threads make the samples.
+    `__getitems__` has one set of generators for each batch, and a `collate_fn` another one. An
+    iterable dataset has one for each batch, shared with the `collate_fn`. Outside of a
+    `fastamp.DataLoader`, and where workers read an iterable dataset, each call returns new ones,
+    seeded from torch's default generator, which torch seeds in each worker. Draws from the global
+    generators of torch, NumPy or Python are not repeatable if threads make the samples.
 
     Example:
         >>> class Noise(torch.utils.data.Dataset):

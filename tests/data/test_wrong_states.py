@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.loading import Squares, assert_same, make_array
 from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastamp
 
@@ -88,4 +89,10 @@ def test_a_sharded_loader_whose_batches_come_in_any_order_has_no_state():
     options = {"shard": True, "rank": 0, "world_size": 2}
     loader = fastamp.DataLoader(Squares(40), 2, num_workers=1, in_order=False, **options)
     with pytest.raises(TypeError, match="in_order=False"):
+        loader.state_dict()
+
+
+def test_a_pipe_of_torchs_has_no_state():
+    loader = fastamp.DataLoader(IterableWrapper([1, 2]), 2)
+    with pytest.raises(TypeError, match="dataset: the position of a pipe"):
         loader.state_dict()
