@@ -281,8 +281,9 @@ class Making:
         options["pin_memory"] = self.memory.pinned
         if not self.loader.num_workers:
             options["prefetch_factor"] = None
-        inner = TorchDataLoader(dataset, **options, **how)
-        inner._IterableDataset_len_called = self.loader._IterableDataset_len_called  # for a warning
+        inner: Any = TorchDataLoader(dataset, **options, **how)
+        if isinstance(dataset, IterableDataset):  # of which torch may warn
+            inner._IterableDataset_len_called = self.loader._IterableDataset_len_called
         return inner
 
     def _read_stream(self) -> Iterator[Made | Failed]:

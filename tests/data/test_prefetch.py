@@ -110,11 +110,6 @@ def test_the_producers_own_exception_is_raised_in_its_place(thread):
     assert ends(lambda: not threads())
 
 
-def test_a_thread_for_a_loader_is_refused():
-    with pytest.raises(ValueError, match=r"thread: expected False for a fastamp\.DataLoader"):
-        fastamp.prefetch(fastamp.DataLoader(torch.ones(3)), thread=True)
-
-
 def counted(ended):
     try:
         while True:
