@@ -28,8 +28,8 @@ class Columns:
     """Makes the batch, as default_collate would, of one tensor for each array."""
     rows: Tensor | None = None
     """For a subset: the row of each index, int64."""
-    starts: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Returns the rows to gather, drawn for some rows and the int64 keys of their samples."""
+    starts: Callable[[Tensor], Tensor] | None = None
+    """Returns the rows to gather, drawn for the int64 keys of the samples; `rows` do not count."""
     then: Callable[[list[Tensor], Tensor], list[Tensor]] | None = None
     """Changes the gathered tensors, on their device; takes the int64 keys of the samples too."""
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ class Order(NamedTuple):
 
     def find_keys(self, number: int, count: int) -> Tensor:
         """Return the keys of so many samples from a number on, as int64 of the same bits."""
-        numbers = torch.arange(number, number + count, device="cpu")
-        return mix_all(self.places(numbers) ^ _signed(self.key))
+        numbers: Any = np.arange(number, number + count, dtype=np.int64)
+        return mix_all(torch.from_numpy(self.places(numbers) ^ _signed(self.key)))
 
 
 def find_pass_key(seed: int, epoch: int) -> int:

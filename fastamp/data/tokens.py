@@ -2,6 +2,7 @@
 
 import os
 from bisect import bisect_right
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from fastamp.data.arrays import Columns, as_tensor, index_error
 from fastamp.data.checks import as_integer
-from fastamp.data.sample_rng import mix, mix_all, sample_rng
+from fastamp.data.sample_rng import sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
 _DTYPES = (np.uint8, np.uint16, np.uint32, np.int32, np.int64)
@@ -93,7 +94,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             raise index_error(index, self._length)
         begin = int(index) % self._length * self.block_size
         if self.random_offsets:
-            begin = mix(sample_rng().take_key() + 1) % (self._begins[-1] - self.block_size)
+            begin = sample_rng().take_key() % (self._begins[-1] - self.block_size)
         tokens = self._read(begin, begin + self.block_size + 1)
         x, y = (torch.from_numpy(part.astype(np.int64)) for part in (tokens[:-1], tokens[1:]))
         return x, y
@@ -117,17 +118,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         if self.random_offsets:
             step, count = 1, len(tokens) - block_size
         x, y = (part.as_strided((count, block_size), (step, 1)) for part in (tokens, tokens[1:]))
-        starts = self._find_starts if self.random_offsets else None
+        starts = partial(_draw_starts, count) if self.random_offsets else None
         return Columns([x, y], [torch.int64] * 2, list, starts=starts)
-
-    def _find_starts(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return the windows that samples with these keys draw."""
-        beyond = (rows < -self._length) | (rows >= self._length)
-        if beyond.any():
-            raise index_error(int(rows[beyond][0]), self._length)
-        places = np.uint64(self._begins[-1] - self.block_size)
-        drawn = mix_all(keys + 1).numpy().view(np.uint64) % places
-        return torch.from_numpy(drawn.astype(np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the tokens: a file as its path, which is mapped again when loaded."""
@@ -136,6 +128,12 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._open()
+
+
+def _draw_starts(count: int, keys: Tensor) -> Tensor:
+    """Return the windows, of so many, that samples with these keys draw."""
+    drawn = keys.numpy().view(np.uint64) % np.uint64(count)
+    return torch.from_numpy(drawn.view(np.int64))
 
 
 def _portable(source: Any) -> Any:
