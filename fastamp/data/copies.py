@@ -260,7 +260,7 @@ class Prefetcher(Iterable[T], Generic[T]):
         ahead = find_save(self._iterable) is None
         batches: Iterator[Made | Failed] = map(Made, iter(self._iterable))
         batches = copy_all(batches, self._device, ahead=ahead, thread=self._thread)
-        return LoaderPass(batches, Position(), LoaderStats(), self.__len__, deque())
+        return LoaderPass(batches, Position(), LoaderStats(), self.__len__)
 
     def __len__(self) -> int:
         return len(self._iterable)

@@ -222,14 +222,13 @@ class DataLoader(TorchDataLoader[T_co]):
         any batch size: it says how many samples of the epoch all of them have had, if each has had
         as many batches as this one.
 
-        A sampler with `state_dict` and `load_state_dict` is asked after each of its batches, and a
-        dataset with these methods when this one is called. An iterable dataset without them is read
-        again up to the position.
+        A dataset with `state_dict` and `load_state_dict` is asked when this method is called. An
+        iterable dataset without them, and a sampler, are read again up to the position.
 
         Raises:
             TypeError: workers read an iterable dataset, or one with a state; the dataset is a pipe
-                of torch's, or its `state_dict` needs arguments; or `in_order` is False with
-                workers.
+                of torch's, or its `state_dict` needs arguments; a sampler has a `state_dict`; or
+                `in_order` is False with workers.
             RuntimeError: the dataset has a state, and Ctrl-C interrupted reading it.
         """
         check_state(self)
@@ -329,6 +328,13 @@ def check_state(loader: DataLoader[Any]) -> None:
         msg = (
             f"num_workers: {name} has a position of its own in each of {loader.num_workers} "
             "workers, which is unknown here: use num_workers=0, or torchdata's StatefulDataLoader"
+        )
+        raise TypeError(msg)
+    sampler = next(filter(find_save, find_samplers(loader)), None)
+    if sampler is not None:
+        msg = (
+            f"sampler: {type(sampler).__name__} has a state of its own, ahead of the loop's: "
+            "use a sampler without one, or torchdata's StatefulDataLoader"
         )
         raise TypeError(msg)
     if loader.num_workers > 0 and not loader.in_order:

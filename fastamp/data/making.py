@@ -113,7 +113,7 @@ def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPa
     making = Making(loader, own, position, device)
     batches = making.begin()
     own.begin_at(Position(epoch=position.epoch + 1), sampler)
-    begun = LoaderPass(batches, position, own.stats, loader.__len__, making.plan.states)
+    begun = LoaderPass(batches, position, own.stats, loader.__len__)
     own.find_pass = ref(begun)
     return begun
 

@@ -2,10 +2,9 @@
 
 import copy
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from numbers import Integral
@@ -24,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastamp.data.position import Position, find_save
+from fastamp.data.position import Position
 from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_kept
 
 Job: TypeAlias = tuple[Any, Order, int]
@@ -152,8 +151,6 @@ class Plan:
     """This rank's; None loads all."""
     source: torch.Generator | None
     """What the sampler or the loader draws from; None for torch's default generator."""
-    states: deque[Any] = field(default_factory=deque)
-    """The state of a sampler that has one, after each batch that it has yielded."""
 
     def begin(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Draw what torch's iterators draw at the start, in their order, and return the batches.
@@ -161,7 +158,6 @@ class Plan:
         Rows are an int64 tensor or a range where the order is computed; else what the sampler
         yields. `draw_base` draws the seed of workers; True lets the program's generators be.
         """
-        self.states.clear()
         size, drop_last, rows = 1, False, self.sampler
         if not self.single:
             if type(rows) not in (BatchSampler, RankBatches):
@@ -219,17 +215,10 @@ class Plan:
 
     def _read(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Begin a sampler that is no plain one of torch's, and yield its batches."""
-        sampler = self._seeded(position.epoch)
-        parts = (sampler, getattr(sampler, "sampler", None))  # a sampler may lie in torch's
-        owner: Any = next((part for part in parts if find_save(part)), None)
-        is_resumed, skipped = position.batch > 0 or position.generator is not None, position.batch
+        sampler, skipped = self._seeded(position.epoch), position.batch
         source = torch.default_generator if self.source is None else self.source
-        number = 0
-        with generators_kept() if is_resumed else nullcontext():
-            if owner is not None and position.sampler_state is not None:
-                owner.load_state_dict(position.sampler_state["state"])
-                number, skipped = position.sampler_state["samples"], 0
-            elif position.generator is None:
+        with nullcontext() if position.generator is None else generators_kept():
+            if position.generator is None:
                 position.generator = source.get_state()
             else:
                 source.set_state(position.generator)
@@ -237,7 +226,7 @@ class Plan:
             draw_base(False)
             after = source.get_state()
         order, again = self._order(position), partial(source.set_state, after)
-        batches = self._place(iterator, owner, number, order, skipped, again)
+        batches = self._place(iterator, order, skipped, again)
         # Most samplers draw now. One that is resumed draws when its first batch is asked for: until
         # then a program may call its `set_epoch`, as Lightning does.
         return batches if skipped else chain([*islice(batches, 1)], batches)
@@ -258,24 +247,21 @@ class Plan:
     def _place(
         self,
         iterator: Iterator[Any],
-        owner: Any,
-        number: int,
         order: Order,
         skipped: int,
         again: Callable[[], object],
     ) -> Iterator[Job]:
         """Yield the batches of a sampler after those that were delivered.
 
-        Its state is noted after each, if it has one. `again` puts the draws of those back.
+        `again` puts the draws of those back.
         """
+        number = 0
         if skipped:
             with generators_kept():
                 again()
                 number = sum(map(self._count, islice(iterator, skipped)))
         for batch in iterator:
             first, number = number, number + self._count(batch)
-            if owner is not None:
-                self.states.append({"samples": number, "state": copy.deepcopy(owner.state_dict())})
             if isinstance(batch, Tensor):  # a sampler may yield the same object again and again
                 batch = batch.clone()  # noqa: PLW2901
             elif isinstance(batch, list | np.ndarray):

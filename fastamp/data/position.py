@@ -29,16 +29,11 @@ class Position:
     """Seed of the order, where torch's sampler draws one."""
     generator: Tensor | None = None
     """State of what the order is drawn from, before it is drawn."""
-    sampler_state: Any = None
-    """State of a sampler that has one, and the samples that it has yielded, at this place."""
     dataset_state: Any = None
     """State of a dataset that has one, and is read in the loop's process."""
 
 
 _NAMES = tuple(field.name for field in fields(Position))
-
-_OF_OTHERS = {"sampler_state": {"samples", "state"}, "dataset_state": {"dataset", "iterator"}}
-"""Keys of the states of the user's own objects."""
 
 
 def find_save(owner: Any) -> Callable[[], Any] | None:
@@ -78,11 +73,10 @@ def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
     for name in ("epoch", "batch", "consumed", "sample_seed", "order", "told_epoch"):
         optional = name in ("sample_seed", "order", "told_epoch")
         as_integer(f"state: its {name}", state[name], least=0, optional=optional)
-    for name, keys in _OF_OTHERS.items():
-        given = state[name]
-        if given is not None and (not isinstance(given, dict) or given.keys() != keys):
-            msg = f"state: its {name}: expected None or a dict of {sorted(keys)}, got {given!r}"
-            raise ValueError(msg)
+    given, keys = state["dataset_state"], {"dataset", "iterator"}
+    if given is not None and (not isinstance(given, dict) or given.keys() != keys):
+        msg = f"state: its dataset_state: expected None or a dict of {sorted(keys)}, got {given!r}"
+        raise ValueError(msg)
     values = {name: state[name] for name in _NAMES}
     if state["generator"] is not None:
         try:

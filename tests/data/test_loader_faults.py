@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.loading import Squares, assert_same
 from support.stream_model import Model
-from torch.utils.data import BatchSampler, IterableDataset, Sampler
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, Sampler
 
 import fastamp
 from fastamp.data.copies import CudaCopies
@@ -41,62 +41,6 @@ def test_a_subclass_of_tensor_is_moved_by_its_own_method_to_cuda():
         _, copied = copies.start([box, plain])
         assert [type(tensor) for tensor in copied.others] == [Box]
         assert [type(tensor) for tensor in copied.tensors] == [torch.Tensor]
-
-
-class Shuffles(Sampler):
-    """Draws a new order in each epoch, from a generator of its own, and knows where it is."""
-
-    def __init__(self, length):
-        self.length, self.place = length, 0
-        self.own, self.rows = torch.Generator().manual_seed(5), []
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        if not self.place:
-            self.rows = torch.randperm(self.length, generator=self.own).tolist()
-        for row in self.rows[self.place :]:
-            self.place += 1
-            yield row
-        self.place = 0
-
-    def state_dict(self):
-        return {"place": self.place, "rows": self.rows, "rng": self.own.get_state().tolist()}
-
-    def load_state_dict(self, state):
-        self.place, self.rows = state["place"], state["rows"]
-        self.own.set_state(torch.tensor(state["rng"], dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("by_owner", [False, True], ids=["by the loader", "by its owner, too"])
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("way", ["sampler", "batch_sampler", "single"])
-@pytest.mark.parametrize("dataset", [torch.arange(8), Squares(8)], ids=["arrays", "python"])
-def test_a_sampler_with_a_state_is_asked_and_nothing_is_skipped_twice(
-    dataset, way, num_workers, by_owner
-):
-    def make():
-        own = Shuffles(8)
-        how = {
-            "sampler": {"sampler": own, "batch_size": 2},
-            "batch_sampler": {"batch_sampler": BatchSampler(own, 2, drop_last=False)},
-            "single": {"sampler": own, "batch_size": None},
-        }
-        return own, fastamp.DataLoader(dataset, num_workers=num_workers, **how[way])
-
-    _, loader = make()
-    list(loader)
-    batches = iter(loader)
-    next(batches)
-    state = json.loads(json.dumps(loader.state_dict()))
-    assert state["sampler_state"]["samples"] == (1 if way == "single" else 2)
-    expected = [*batches, *loader]
-    own, resumed = make()
-    if by_owner:
-        own.load_state_dict(state["sampler_state"]["state"])
-    resumed.load_state_dict(state)
-    assert_same([*resumed, *resumed], expected)
 
 
 def test_a_stream_without_a_state_may_be_resumed_again_and_again():

@@ -96,3 +96,21 @@ def test_a_pipe_of_torchs_has_no_state():
     loader = fastamp.DataLoader(IterableWrapper([1, 2]), 2)
     with pytest.raises(TypeError, match="dataset: the position of a pipe"):
         loader.state_dict()
+
+
+class StatefulSampler(RandomSampler):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_sampler_with_a_state_of_its_own_is_refused_by_its_name():
+    sampler = StatefulSampler(X)
+    batches = BatchSampler(sampler, 4, drop_last=False)
+    for options in ({"sampler": sampler}, {"batch_sampler": batches}):
+        loader = fastamp.DataLoader(X, **options)
+        assert len([*loader]) == len(loader)
+        with pytest.raises(TypeError, match="sampler: StatefulSampler has a state of its own"):
+            loader.state_dict()
