@@ -265,10 +265,10 @@ def test_a_second_run_maps_the_folder_and_reads_the_probed_items_only(folder):
 
 def test_a_folder_holds_arrays_that_numpy_opens(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    fastamp.in_memory(Rows(LENGTH, lambda i: {"x": i, "y": BFLOATS[i]}), "~/cache", key="v1")
+    fastamp.in_memory(Rows(LENGTH, lambda i: {"x": i, "y": BFLOATS[i]}), "~/cache")
     layout = json.loads((tmp_path / "cache/layout.json").read_bytes())
     item = "{'x': 'torch.int64 []', 'y': 'torch.bfloat16 [3]'}"
-    assert layout == {"class": "Rows", "key": "v1", "length": LENGTH, "item": item}
+    assert layout == {"class": "Rows", "length": LENGTH, "item": item}
     x, y = (np.load(tmp_path / "cache" / name) for name in ("0.npy", "1.npy"))
     assert np.array_equal(x, np.arange(LENGTH))
     assert torch.equal(torch.from_numpy(y).view(torch.bfloat16)[..., 0].isnan(), BFLOATS.isnan())
@@ -279,10 +279,9 @@ class Other(Counted):
 
 
 OTHERS = {
-    "length": (Counted(length=LENGTH + 1), {}),
-    "leaves": (Counted(lambda i: (torch.full((3,), i).int(), i * i)), {}),
-    "class": (Other(), {}),
-    "key": (Counted(), {"key": "v2"}),
+    "length": Counted(length=LENGTH + 1),
+    "leaves": Counted(lambda i: (torch.full((3,), i).int(), i * i)),
+    "class": Other(),
 }
 
 
@@ -290,9 +289,8 @@ OTHERS = {
 def test_a_folder_of_another_dataset_is_an_error_and_stays(name, folder):
     fastamp.in_memory(Counted(), folder)
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    dataset, options = OTHERS[name]
     with pytest.raises(ValueError, match=r"cache: expected a folder that fastamp.in_memory made"):
-        fastamp.in_memory(dataset, folder, **options)
+        fastamp.in_memory(OTHERS[name], folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
