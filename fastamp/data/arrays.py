@@ -114,12 +114,6 @@ def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:
     return None if odd or array._is_zerotensor() else array.dtype
 
 
-def index_error(index: int, length: int) -> IndexError:
-    """Return torch's error for an index that is out of bounds."""
-    msg = f"index {index} is out of bounds for dimension 0 with size {length}"
-    return IndexError(msg)
-
-
 def in_row_order(columns: Columns, max_bytes: int) -> Columns:
     """Copy arrays whose numbers of a row lie apart, as in a table stored column by column.
 

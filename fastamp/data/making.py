@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -32,7 +33,6 @@ from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, find_save
 from fastamp.data.runners import (
     Threads,
-    WorkerInfo,
     become_worker,
     here,
     in_threads,
@@ -225,7 +225,8 @@ class Making:
 
         def begin(number: int) -> None:
             dataset = own_copy(loader.dataset)
-            info = WorkerInfo(number, count, (own.base_seed or 0) + number, dataset)
+            info = SimpleNamespace(id=number, num_workers=count, dataset=dataset)
+            info.seed, info.rng = (own.base_seed or 0) + number, None  # as in torch's workers
             become_worker(info, self._items(dataset), loader.worker_init_fn)
 
         make = partial(make_in_worker, torch.is_grad_enabled())

@@ -46,7 +46,7 @@ class SeededSampler(RandomSampler):
         self.told = epoch
 
     def place(self, epoch: int) -> None:
-        """Follow the loader, whose next pass is that of an epoch."""
+        """Follow a loader, whose next pass is that of an epoch; its copies share the sampler."""
         self.epoch, self._passes = epoch, 0
 
     def __iter__(self) -> Iterator[int]:
@@ -172,9 +172,7 @@ class Plan:
             order = self.share.take(order, position.consumed, drop_last=drop_last)
         stop = len(order) // size * size if drop_last else len(order)
         begins = range(position.batch * size, stop, size)
-        # At the end torch draws one more permutation, and uses nothing of it.
-        again = source if len(order) == len(rows.data_source) else None
-        return self._cut(order, begins, self._order(position), again)
+        return self._cut(order, begins, self._order(position))
 
     def _compute(self, sampler: Any, position: Position) -> Any:
         """Return all rows in order."""
@@ -182,26 +180,24 @@ class Plan:
         if not isinstance(sampler, RandomSampler):
             return range(length)
         source = sampler.generator
-        if source is not None and position.generator is None:
-            position.generator = source.get_state()
-        elif source is not None:
+        if source is not None:
+            if position.generator is None:
+                position.generator = source.get_state()
             source.set_state(position.generator)
-        elif self.seed is not None:
-            source = seeded(self.seed + position.epoch)
-        else:
+            rows = _permute(length, source)
+            if sampler.num_samples == length:  # torch draws one more, and uses nothing of it
+                _permute(length, source)
+            return rows[: sampler.num_samples]
+        if self.seed is None:
             position.order = draw_seed() if position.order is None else position.order
-            source = seeded(position.order)
-        return _permute(length, source)[: sampler.num_samples]
+        seed = position.order if self.seed is None else self.seed + position.epoch
+        return _permute(length, seeded(seed or 0))[: sampler.num_samples]
 
-    def _cut(
-        self, rows: Any, begins: range, order: Order, again: torch.Generator | None
-    ) -> Iterator[Job]:
+    def _cut(self, rows: Any, begins: range, order: Order) -> Iterator[Job]:
         """Yield the batches of a computed order."""
         size, single = begins.step, self.single
         for number in begins:
             yield int(rows[number]) if single else rows[number : number + size], order, number
-        if again is not None:
-            _permute(len(rows), again)
 
     def _order(self, position: Position) -> Order:
         """Return the keys of the pass's samples."""

@@ -75,9 +75,6 @@ class Source(Dataset[Any]):
         raise NotImplementedError(msg)
 
     def __getitem__(self, index: int) -> Any:
-        if not -len(self) <= index < len(self):
-            msg = f"index {index} is out of range for {len(self)} samples"
-            raise IndexError(msg)
         return tree_map(lambda array: array[index], self.columns())
 
 

@@ -14,7 +14,7 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastamp.data.arrays import Columns, as_tensor, index_error
+from fastamp.data.arrays import Columns, as_tensor
 from fastamp.data.checks import as_integer
 from fastamp.data.sample_rng import sample_rng
 
@@ -73,7 +73,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         header = as_integer("header", header, least=0, optional=False)
         self.random_offsets = bool(random_offsets)
         sources = path_or_array if isinstance(path_or_array, list | tuple) else [path_or_array]
-        kind = None if dtype is None else _as_dtype(dtype)
+        kind = None if dtype is None else np.dtype(dtype)
         self._opened = [*map(_portable, sources)], kind, header
         self._open()
 
@@ -91,7 +91,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not -self._length <= index < self._length:
-            raise index_error(index, self._length)
+            msg = f"index {index} is out of bounds for dimension 0 with size {self._length}"
+            raise IndexError(msg)
         begin = int(index) % self._length * self.block_size
         if self.random_offsets:
             begin = sample_rng().take_key() % (self._begins[-1] - self.block_size)
@@ -140,21 +141,7 @@ def _portable(source: Any) -> Any:
     """Return an absolute path, or an array in place of a tensor, which may not be picklable."""
     if isinstance(source, str | os.PathLike):
         return Path(source).absolute()
-    try:
-        return np.asarray(source) if isinstance(source, Tensor) else source
-    except (RuntimeError, TypeError) as error:  # of another device or layout, or with a gradient
-        msg = f"path_or_array: expected a plain tensor on the CPU: {error}"
-        raise TypeError(msg) from error
-
-
-def _as_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return what NumPy makes of a dtype, or raise an error."""
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except (TypeError, ValueError) as error:
-        msg = f"dtype: expected {_NAMES}, got {dtype!r}"
-        raise TypeError(msg) from error
-    return found
+    return np.asarray(source) if isinstance(source, Tensor) else source
 
 
 def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[Any]]:

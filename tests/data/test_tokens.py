@@ -203,7 +203,7 @@ def test_tokens_that_do_not_fit_are_refused_by_name(tmp_path):
             fastamp.TokenDataset(sources, 2, **options)
     with pytest.raises(FileNotFoundError, match="missing"):
         fastamp.TokenDataset([raw, tmp_path / "missing.bin"], 2, "u1")
-    with pytest.raises(TypeError, match=r"dtype: expected uint8, .* got 'no dtype'"):
+    with pytest.raises(TypeError, match="'no dtype'"):
         fastamp.TokenDataset(raw, 2, "no dtype")
 
 
