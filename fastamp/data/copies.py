@@ -13,7 +13,7 @@ from torch import Tensor
 from fastamp._ops import untraced
 from fastamp.data.items import Failed, Made, attempt, change
 from fastamp.data.passes import LoaderPass, LoaderStats
-from fastamp.data.position import Position, find_save
+from fastamp.data.position import Position, has_state
 from fastamp.data.runners import Threads, in_threads, is_end
 from fastamp.data.structure import map_tensors
 
@@ -237,7 +237,7 @@ def prefetch(
         tensor([0., 0.])
         tensor([1., 1.])
     """
-    if thread and find_save(iterable) is not None:
+    if thread and has_state(iterable):
         msg = "thread: expected False for an iterable with a state; a loader has workers of its own"
         raise ValueError(msg)
     return Prefetcher(iterable, None if device is None else torch.device(device), thread=thread)
@@ -257,7 +257,7 @@ class Prefetcher(Iterable[T], Generic[T]):
         if own is not None:
             return own
         # Only copies are worth it: an iterable may write all batches into the same memory.
-        ahead = find_save(self._iterable) is None
+        ahead = not has_state(self._iterable)
         batches: Iterator[Made | Failed] = map(Made, iter(self._iterable))
         batches = copy_all(batches, self._device, ahead=ahead, thread=self._thread)
         return LoaderPass(batches, Position(), LoaderStats(), self.__len__)
@@ -267,7 +267,7 @@ class Prefetcher(Iterable[T], Generic[T]):
 
     def __getattr__(self, name: str) -> Any:
         """Return the methods of a state, if the iterable has them."""
-        if name in ("state_dict", "load_state_dict") and find_save(self._iterable):
+        if name in ("state_dict", "load_state_dict") and has_state(self._iterable):
             return getattr(self._iterable, name)
         msg = f"{type(self).__name__!r} object has no attribute {name!r}"
         raise AttributeError(msg)

@@ -163,17 +163,13 @@ class Stream(Iterator[Made | Failed]):
     """Reads an iterable dataset in the loop's thread, by torch's iterator."""
 
     def __init__(self, loader: Any, order: Order, state: Any) -> None:
-        """Begin at a state that `state_dict` returned, or at the start."""
-        self._dataset, self.number = loader.dataset, 0
-        self._cell = Batch(order)
+        """Begin at a state of the dataset, or at the start."""
+        self.number, self._cell = 0, Batch(order)
         if state is not None:
-            self._dataset.load_state_dict(state["dataset"])
+            loader.dataset.load_state_dict(state)
         self._batches = self._draw(iter, loader)
-        self._iterator = iterator = self._batches._dataset_fetcher.dataset_iter
-        if state is not None and iterator is self._dataset:  # which may have begun anew
-            iterator.load_state_dict(state["dataset"])
-        elif state is not None and state["iterator"] is not None:
-            iterator.load_state_dict(state["iterator"])
+        if state is not None and self._batches._dataset_fetcher.dataset_iter is loader.dataset:
+            loader.dataset.load_state_dict(state)  # its `__iter__` may have begun anew
 
     def __next__(self) -> Made | Failed:
         start_s = time.perf_counter()
@@ -194,10 +190,3 @@ class Stream(Iterator[Made | Failed]):
             return function(argument)
         finally:
             current.sample = before
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of the dataset and its iterator."""
-        iterator = self._iterator
-        has_own = iterator is not self._dataset and hasattr(iterator, "state_dict")
-        own = iterator.state_dict() if has_own else None
-        return {"dataset": self._dataset.state_dict(), "iterator": own}

@@ -30,7 +30,7 @@ from fastamp.data.items import (
 from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers
 from fastamp.data.passes import LoaderPass, LoaderStats
-from fastamp.data.position import Position, find_save
+from fastamp.data.position import Position, has_state
 from fastamp.data.runners import (
     Threads,
     become_worker,
@@ -73,8 +73,6 @@ class Options:
     told_epoch: int | None = None
     find_pass: Callable[[], LoaderPass | None] = no_pass
     """Returns the pass that began last, while it lives."""
-    save: Callable[[], Any] | None = None
-    """Returns the state of a stream that has one, in that pass."""
     stats: LoaderStats = field(default_factory=LoaderStats)
     memory: Memory | None = None
     base_seed: int | None = None
@@ -109,7 +107,7 @@ def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPa
         if sampler.told != own.next.epoch:
             loader.set_epoch(sampler.told)
         sampler.told = None
-    position, own.save = replace(own.next), None
+    position = replace(own.next)
     making = Making(loader, own, position, device)
     batches = making.begin()
     own.begin_at(Position(epoch=position.epoch + 1), sampler)
@@ -149,7 +147,7 @@ class Making:
         dataset, state = loader.dataset, self.position.dataset_state
         is_stream = isinstance(dataset, IterableDataset)
         if state is not None and not is_stream:
-            dataset.load_state_dict(state["dataset"])
+            dataset.load_state_dict(state)
         if isinstance(columns, Columns):
             items = Items(dataset, loader.collate_fn, single=False)
             gathered = Gathered(columns, self.memory, items, self.own.max_bytes)
@@ -295,9 +293,7 @@ class Making:
         inner = self._torchs(loader.dataset, same, collate_fn=collate_fn, **self._sizes())
         order = Order(find_pass_key(position.sample_seed or 0, position.epoch))
         stream = Stream(inner, order, position.dataset_state)
-        if find_save(loader.dataset) is not None:
-            self.own.save = stream.state_dict
-        elif position.batch:
+        if position.batch and not has_state(loader.dataset):
             with generators_kept():
                 for _ in islice(stream, position.batch):
                     pass

@@ -73,8 +73,12 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         header = as_integer("header", header, least=0, optional=False)
         self.random_offsets = bool(random_offsets)
         sources = path_or_array if isinstance(path_or_array, list | tuple) else [path_or_array]
-        kind = None if dtype is None else np.dtype(dtype)
-        self._opened = [*map(_portable, sources)], kind, header
+        try:
+            kind = None if dtype is None else np.dtype(dtype)
+            self._opened = [*map(_portable, sources)], kind, header
+        except (RuntimeError, TypeError, ValueError) as error:
+            msg = f"dtype={dtype!r}, path_or_array: expected {_NAMES}, on the CPU: {error}"
+            raise TypeError(msg) from error
         self._open()
 
     def _open(self) -> None:

@@ -80,11 +80,6 @@ def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value, me
     assert_same(loader.state_dict(), kept)
 
 
-def test_a_generator_that_is_none_is_refused_by_its_name():
-    with pytest.raises(TypeError, match=r"generator: expected a torch\.Generator or None, got 3"):
-        fastamp.DataLoader(X, 4, generator=3)
-
-
 def test_a_sharded_loader_whose_batches_come_in_any_order_has_no_state():
     options = {"shard": True, "rank": 0, "world_size": 2}
     loader = fastamp.DataLoader(Squares(40), 2, num_workers=1, in_order=False, **options)
