@@ -205,13 +205,6 @@ def test_gradients_flow_to_the_samples(backend):
     assert all(sample.grad.tolist() == [1, 1] for sample in samples)
 
 
-def test_one_sample_that_needs_a_gradient_is_found(backend):
-    samples = [torch.ones(2), torch.ones(2, requires_grad=True)]
-    assert fastamp.BatchCollator()(samples).requires_grad
-    with torch.no_grad():
-        assert not fastamp.BatchCollator()(samples).requires_grad
-
-
 def test_the_default_device_does_not_move_tensors(backend):
     with torch.device("meta"):
         cpu = [torch.ones(2, device="cpu")] * 2
@@ -348,18 +341,3 @@ def test_allocate_must_give_memory_of_the_right_size(compiled):
     for wrong in (torch.empty(5), torch.empty(2, 4).T[:3], torch.empty(4, 2, device="meta")):
         with pytest.raises(RuntimeError, match="allocate: expected a contiguous CPU tensor of 32"):
             core.stack([torch.ones(2)] * 4, torch.float32, lambda *_, w=wrong: w)
-
-
-def test_what_the_core_does_not_read_is_collated_as_torch_does(compiled):
-    needs_grad = torch.ones(2, requires_grad=True)
-    negated = torch.tensor(1j).conj().imag
-    for samples in (
-        [{"a": torch.ones(2), "b": torch.tensor(1), "c": torch.ones(2, 3).T}] * 2,
-        [torch.ones(2), needs_grad],
-        [torch.tensor(1.0), negated],
-        [torch.ones(2), torch.ones(2, dtype=torch.float64)],
-        [torch.ones(2).to_sparse()] * 2,
-        [torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64).conj()],
-        [torch.ones(2), torch.ones(3)],
-    ):
-        assert_collates_as_torch(fastamp.BatchCollator(), samples)

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from support.gathering import gather
 from support.loading import assert_same, make_array
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 import fastamp
 from fastamp.data.arrays import columns_of, in_row_order
@@ -63,23 +63,6 @@ def test_arrays_that_are_replaced_by_unequal_ones_are_refused():
     dataset.arrays = (X, Y[:3])
     with pytest.raises(ValueError, match=r"arrays\[1\]: has 3 rows, and arrays\[0\] has 600"):
         dataset.columns()
-
-
-DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint16, torch.complex64]
-DTYPES += ["?", "u1", "i2", "u2", "u4", "f2", "f8", "c16"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)
-def test_gathered_rows_are_default_collates(dtype, shape):
-    array, rows = make_array(dtype, 9, *shape), [4, 0, 4, 8]
-    nested = {"a": (array, [array])}
-    for tree in (array, (array,), nested):
-        dataset = (
-            tree if tree is array else fastamp.ArrayDataset(*([tree] if tree is nested else tree))
-        )
-        columns = columns_of(array) if tree is array else dataset.columns()
-        assert_same(gather(columns, rows), default_collate([dataset[row] for row in rows]))
 
 
 def test_read_only_arrays_are_gathered_without_a_copy_or_a_warning(tmp_path):
@@ -197,12 +180,3 @@ def test_batches_of_strided_rows_are_torchs(name):
     dataset = fastamp.ArrayDataset(array)
     with_torch = TorchDataLoader(dataset, 3)
     assert_same(list(fastamp.DataLoader(dataset, 3)), list(with_torch))
-
-
-@pytest.mark.parametrize("array", [TABLE[:, ::-1], TABLE.astype(">f4")])
-def test_what_torch_refuses_is_torchs_error(array):
-    dataset = fastamp.ArrayDataset(array)
-    for make in (fastamp.DataLoader, TorchDataLoader):
-        message = r"negative strides|not native|byte order"
-        with pytest.raises((ValueError, TypeError), match=message):
-            next(iter(make(dataset, 3)))

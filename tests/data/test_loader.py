@@ -39,19 +39,6 @@ def nested_row(i):
     return {"x": X[i], "y": (Y[i], {"z": NESTED["y"][1]["z"][i]}), "s": X[i, 0]}
 
 
-def tokens_from(kind, folder, dtype="u2"):
-    tokens = make_array(dtype, N * 4 + 3)
-    if kind == "array":
-        return fastamp.TokenDataset(tokens, 4)
-    if kind == "tensor":
-        return fastamp.TokenDataset(torch.from_numpy(tokens), 4)
-    if kind == "npy":
-        np.save(folder / "tokens.npy", tokens)
-        return fastamp.TokenDataset(folder / "tokens.npy", 4)
-    tokens.tofile(folder / "tokens.bin")
-    return fastamp.TokenDataset(str(folder / "tokens.bin"), 4, dtype=dtype)
-
-
 def memmap(folder):
     make_array("i4", N, 3).tofile(folder / "rows.bin")
     # torch's loader warns of arrays that are read-only.
@@ -84,7 +71,7 @@ GATHERED = {
     "Subset of range": lambda _: Subset(X, range(N)),
     "Subset with negatives": lambda _: Subset(X.numpy(), [-1, 0, -N] * 200),
     "Subset of Subset": lambda _: Subset(Subset(TensorDataset(X), [*THIRDS]), [-1, 5, 0] * 200),
-    "Subset of tokens": lambda folder: Subset(tokens_from("npy", folder), [3, 1] * 300),
+    "Subset of tokens": lambda _: Subset(fastamp.TokenDataset(make_array("u2", N), 4), [3, 1] * 9),
     "rows of no size": lambda _: torch.empty(N, 0, 3),
     "rows with gaps": lambda _: make_array(torch.float32, N, 9)[:, 2:7],
     "every third row": lambda _: make_array(torch.float32, 3 * N, 2)[::3],
@@ -93,11 +80,6 @@ GATHERED = {
     "columns": lambda _: make_array(torch.float32, 3, N).T,
     "numpy columns": lambda _: make_array("f4", 3, N).T,
     "big rows": lambda _: make_array(torch.uint8, N, 5000),
-    **{
-        f"tokens {dtype} from {kind}": functools.partial(tokens_from, kind, dtype=dtype)
-        for dtype in ("u1", "u2", "i4", "i8")
-        for kind in (("array", "tensor", "npy", "file") if dtype == "u2" else ("array", "file"))
-    },
     **{
         str(dtype): functools.partial(lambda dtype, _: make_array(dtype, N, 3), dtype)
         for dtype in (
@@ -260,22 +242,10 @@ def test_data_pipes_are_read_as_torch_reads_them(num_workers):
         assert_as_torch((name, num_workers), pipe, lambda: options)
 
 
-def test_a_bare_tuple_is_a_dataset_of_two_samples(backend):
-    for pair in ((X, X + 1), [X, X + 1]):
-        loader = fastamp.DataLoader(pair, 2)
-        assert len(loader) == 1
-        assert_same(next(iter(loader)), torch.stack((X, X + 1)))
-
-
 def test_workers_may_be_taken_away(backend):
     loader = fastamp.DataLoader(Squares(9), 2, num_workers=1)
     loader.num_workers = 0
     assert_same([*loader], [*TorchDataLoader(Squares(9), 2)])
-
-
-def test_a_dict_by_number_is_a_dataset_of_samples(backend):
-    samples = {index: X[index] for index in range(5)}
-    assert_same([*fastamp.DataLoader(samples, 2)], [*TorchDataLoader(samples, 2)])
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, tuple])
