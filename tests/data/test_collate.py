@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.loading import Point, assert_same
+from support.loading import Point, Rows, Squares, assert_same
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
@@ -341,3 +341,20 @@ def test_allocate_must_give_memory_of_the_right_size(compiled):
     for wrong in (torch.empty(5), torch.empty(2, 4).T[:3], torch.empty(4, 2, device="meta")):
         with pytest.raises(RuntimeError, match="allocate: expected a contiguous CPU tensor of 32"):
             core.stack([torch.ones(2)] * 4, torch.float32, lambda *_, w=wrong: w)
+
+
+def test_samples_are_stacked_by_one_thread(monkeypatch):
+    """A team of threads waits for one that the system has put aside."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: pytest.fail("a team is asked for"))
+    dataset = Rows(4, lambda index: torch.full((1 << 18,), float(index)))
+    assert next(iter(fastamp.DataLoader(dataset, 4)))[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_loaders_that_share_a_collator_have_memory_of_their_own():
+    collate = fastamp.BatchCollator()
+    memory = collate._memory
+    loaders = [fastamp.DataLoader(Squares(8), 4, collate_fn=collate) for _ in range(2)]
+    for loader in loaders:
+        list(loader)
+        assert loader.collate_fn is collate
+    assert collate._memory is memory

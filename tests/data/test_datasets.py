@@ -11,9 +11,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from support.gathering import gather
 from support.loading import assert_same, make_array
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import fastamp
+from fastamp.data import sources
 from fastamp.data.arrays import columns_of, in_row_order
 
 N = 600
@@ -180,3 +181,28 @@ def test_batches_of_strided_rows_are_torchs(name):
     dataset = fastamp.ArrayDataset(array)
     with_torch = TorchDataLoader(dataset, 3)
     assert_same(list(fastamp.DataLoader(dataset, 3)), list(with_torch))
+
+
+def test_a_subset_turns_its_indices_into_an_array_once(monkeypatch):
+    made, as_rows = [], sources.as_rows
+    monkeypatch.setattr(sources, "as_rows", lambda rows: made.append(type(rows)) or as_rows(rows))
+    subset = Subset(TensorDataset(X), [*range(30)])
+    loader = fastamp.DataLoader(subset, 10)
+    for _ in range(3):
+        list(loader)
+    assert made.count(list) == 1
+    subset.indices = [39]
+    assert next(iter(loader))[0].tolist() == X[39:40].tolist()
+    subset.indices.append(38)
+    assert next(iter(loader))[0].tolist() == X[[39, 38]].tolist()
+
+
+def test_a_method_set_on_a_dataset_is_called():
+    dataset = TensorDataset(X)
+    dataset.__getitems__ = lambda indices: [torch.tensor(7)] * len(indices)
+    assert next(iter(fastamp.DataLoader(dataset, 2))).tolist() == [7, 7]
+
+
+def test_sparse_samples_get_torchs_error():
+    with pytest.raises(RuntimeError, match="custom collate_fn"):
+        next(iter(fastamp.DataLoader(TensorDataset(X.to_sparse()), 2)))

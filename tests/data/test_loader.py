@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -22,10 +24,12 @@ from torch.utils.data import (
     default_collate,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 import fastamp
+from fastamp.data import making
 
 N = 600
 BATCH = 2
@@ -286,3 +290,62 @@ def test_a_boolean_among_indices_is_what_it_is_in_torch(wrap, true, backend):
         assert first.shape == (2, 1, 4, 3)
         with pytest.raises(RuntimeError, match=r"\[1, 4, 3\]|\(1, 4, 3\)"):
             next(iterator)
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(Y[:40]), Squares(40)], ids=["arrays", "python"])
+def test_a_program_that_replaces_torchs_next_is_heard(dataset, monkeypatch):
+    taken, stock = [], _BaseDataLoaderIter.__next__
+
+    def replaced(iterator):
+        batch = stock(iterator)
+        taken.append(iterator._dataset)
+        return batch
+
+    expected = [*fastamp.DataLoader(dataset, 8, shuffle=True, seed=1)]
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", replaced)
+    assert making.is_replaced()
+    loader = fastamp.DataLoader(dataset, 8, shuffle=True, seed=1)
+    assert_same([*loader], expected)
+    assert taken == [dataset] * 5
+    assert loader.stats().path == "item by item: torch's iterators are replaced"
+
+
+class Taken(fastamp.DataLoader):
+    """Has attributes and methods with the names of the loader's options."""
+
+    def device(self):
+        return "own"
+
+    seed = worker = _stats = resident = property(lambda self: "own")
+
+
+def test_a_subclass_may_use_the_names_of_the_options():
+    loader = Taken(Y, 4, shuffle=True, seed=1)
+    assert_same([*loader], [*fastamp.DataLoader(Y, 4, shuffle=True, seed=1)])
+    assert loader.device() == loader.seed == loader.worker == loader._stats == "own"
+
+
+def test_default_collate_is_what_a_loader_says_it_uses():
+    assert fastamp.DataLoader(X).collate_fn is default_collate
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_is_longer_than_it_says_is_told_when_torch_tells_it(num_workers):
+    class Told(IterableDataset):
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return iter(range(4))
+
+    def warned_at(make):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = make(Told(), None, num_workers=num_workers)
+            assert len(loader) == 3
+            return [len([w for w in caught if "IterableDataset" in str(w.message)]) for _ in loader]
+
+    expected = warned_at(TorchDataLoader)
+    assert warned_at(fastamp.DataLoader) == expected
+    assert warned_at(functools.partial(fastamp.DataLoader, seed=1)) == expected
+    assert expected[-1] > 0

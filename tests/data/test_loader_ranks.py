@@ -249,3 +249,16 @@ def test_the_ranks_are_those_of_torch_distributed(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     loader = fastamp.DataLoader(torch.arange(10), 3, shard=True)
     assert torch.cat([*loader]).tolist() == [1, 3, 5, 7, 9]
+
+
+def test_whoever_rebuilds_a_sharded_loader_loses_neither_order_nor_samples():
+    dataset = torch.arange(40)
+    loader = fastamp.DataLoader(dataset, 4, shuffle=True, seed=3, rank=1, world_size=2)
+    assert (len(loader), len(loader.batch_sampler)) == (5, 10)
+    rows = [*itertools.chain(*loader.batch_sampler)]
+    expected = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    assert rows == expected.tolist()
+    again = TorchDataLoader(dataset, batch_sampler=loader.batch_sampler)
+    second = torch.randperm(40, generator=torch.Generator().manual_seed(4))
+    assert torch.cat([*again]).tolist() == second.tolist()
+    assert torch.cat([*loader]).tolist() == expected[1::2].tolist()

@@ -14,12 +14,17 @@ from support.loading import Squares, assert_same, make_array
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
+from fastamp.data.sample_rng import generators_kept
+from fastamp.data.structure import map_tensors
 
 N = 600
 BATCH = 2  # 300 batches
@@ -162,3 +167,89 @@ def test_a_sampler_may_have_a_generator_that_is_not_torchs(make_generator, worke
         for _ in range(2):
             assert_same([*loader], [*expected])
         assert loader.state_dict()["generator"] is None
+
+
+SAMPLERS = {
+    "weights": lambda: WeightedRandomSampler(torch.ones(40), 30),
+    "subset": lambda: SubsetRandomSampler(range(30)),
+    "replacement": lambda: RandomSampler(Y, replacement=True),
+    "permutation": lambda: RandomSampler(Y),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("dataset", [TensorDataset(Y), Squares(40)], ids=["arrays", "python"])
+def test_a_seed_repeats_torchs_samplers(name, dataset):
+    def read():
+        loader = fastamp.DataLoader(dataset, 4, sampler=SAMPLERS[name](), seed=3)
+        return [[*loader], [*loader]]
+
+    first, again = read(), read()
+    assert_same(again, first)
+    assert str(first[0]) != str(first[1])
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(X), Squares(40)], ids=["arrays", "python"])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "worker": "thread"}], ids=str)
+def test_a_pass_begun_in_inference_mode_goes_on_with_plain_tensors(dataset, options, backend):
+    batches = iter(fastamp.DataLoader(dataset, 4, **options))
+    with torch.inference_mode():
+        next(batches)
+    for batch in batches:
+        tensors = []
+        map_tensors(lambda t, tensors=tensors: tensors.append(t) or t, batch)
+        assert not any(tensor.is_inference() for tensor in tensors)
+
+
+def draw_all():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+class Drawing(Sampler):
+    """Draws from all generators of the program as it goes."""
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        for row in range(12):
+            draw_all()
+            yield row
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(12), Squares(12)], ids=["arrays", "python"])
+def test_a_sampler_that_draws_as_it_goes_leaves_the_loops_own_draws_alone(dataset):
+    def seed():
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        torch.manual_seed(1)
+
+    def loop(loader):
+        return [draw_all() for _ in loader], draw_all()
+
+    seed()
+    expected = loop(TorchDataLoader(dataset, 2, sampler=Drawing()))
+    seed()
+    assert loop(fastamp.DataLoader(dataset, 2, sampler=Drawing())) == expected
+    seed()
+    loader = fastamp.DataLoader(dataset, 2, sampler=Drawing())
+    batches, drawn = iter(loader), []
+    for _ in range(3):
+        next(batches)
+        drawn.append(draw_all())
+    state = loader.state_dict()
+    with generators_kept():
+        rest = loop(batches)
+    assert (drawn + rest[0], rest[1]) == expected
+    resumed = fastamp.DataLoader(dataset, 2, sampler=Drawing())
+    resumed.load_state_dict(state)
+    assert loop(resumed) == rest
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(8), Squares(8)], ids=["arrays", "python"])
+def test_a_subclass_wraps_the_pass_as_with_torchs_loader(dataset):
+    class Wrapped(fastamp.DataLoader):
+        def _get_iterator(self):
+            return (("wrapped", batch) for batch in super()._get_iterator())
+
+    assert [word for word, _ in Wrapped(dataset, 4)] == ["wrapped"] * 2
