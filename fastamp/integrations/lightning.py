@@ -47,8 +47,8 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         scaler: for "16-mixed"; None makes one.
 
     Raises:
-        TypeError: `scaler` is not a `fastamp.GradScaler`; or a model is set up in Fabric, for which
-            there is `fastamp.integrations.fabric`.
+        TypeError: `scaler` is not a `fastamp.GradScaler`; or a model is set up in Fabric, where
+            `fastamp.optimizer_step` takes the place of the plugin.
         ValueError: another precision.
 
     Example:
@@ -94,8 +94,8 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
     def convert_module(self, module: Any) -> Any:
         """Refuse what scales by itself, and wrap the hook that steps schedulers."""
         if not hasattr(module, "trainer"):
-            msg = "AmpPrecision is a plugin for the Trainer: in Fabric call "
-            msg += f"fastamp.integrations.fabric.prepare(Fabric(precision={self.precision!r}))"
+            msg = "AmpPrecision is a plugin for the Trainer: in Fabric call fastamp.optimizer_step "
+            msg += "or fastamp.GradScaler's step in fp16, after fabric.backward"
             raise TypeError(msg)
         names = {cls.__name__ for cls in type(module.trainer.strategy).__mro__}
         if refused := names.intersection(SCALED_BY_STRATEGY):
