@@ -32,11 +32,9 @@ def prepare(accelerator: Any) -> GradScaler:
     The `optimizer.step()` that follows does not read them a second time to skip. Call it once,
     before `accelerator.prepare`, or at least before schedulers are made on prepared optimizers.
 
-    `accelerator.prepare(loader)` keeps a `fastamp.DataLoader`: over several processes it is that of
-    `shard=True`, with the loader's `seed` or the first process's `torch.initial_seed()`. With a
-    sampler of the user's, an iterable dataset, options that ask for another order
-    (`dispatch_batches`, `even_batches=False`), or ranks that share a model or a sequence, several
-    processes get Accelerate's own loader, which reads item by item.
+    `accelerator.prepare(loader)` keeps a `fastamp.DataLoader`; over several processes one of
+    `shard=True`. Every other loader, and one of an iterable dataset, or of ranks that share a model
+    or a sequence, becomes Accelerate's own, which reads item by item, in the order of `seed=`.
 
     What differs from Accelerate alone:
 
