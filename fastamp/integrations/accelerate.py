@@ -96,6 +96,7 @@ class _Accelerator(Methods):
     """The methods that replace those of an Accelerator."""
 
     scaler: GradScaler | None
+    unscale_gradients: Callable[[], None]
     sync_gradients: bool
     device_placement: bool
     _dataloaders: list[Any]
@@ -160,16 +161,6 @@ class _Accelerator(Methods):
                 held |= own
                 owners.append(each.optimizer)
         return owners if held == given else []
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale gradients in fp16, unless a clip has."""
-        several = isinstance(optimizer, list | tuple)
-        given: list[Any] = [*optimizer] if several else [optimizer]
-        if optimizer is None:
-            given = [*self._optimizers]
-        inside = (each.optimizer if isinstance(each, _Optimizer) else each for each in given)
-        rest = [each for each in inside if not is_unscaled(self._stepper, each)]
-        super().unscale_gradients(rest)  # type: ignore[misc]
 
 
 def _ids_of_grads(parameters: Iterable[Tensor]) -> set[int]:
