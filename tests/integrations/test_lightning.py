@@ -252,11 +252,21 @@ def test_a_sharded_loader_made_in_a_hook_overfits_and_predicts(pl, rank):
 
 
 def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):
-    for interval, n in {"step": N_BATCHES - 2, "epoch": 1}.items():
-        module = make_module(pl, interval=interval)
-        # the last step is skipped, too
-        fit(pl, module, [*batches[4:], *batches[:4]], plugins=[make_plugin()])
-        assert module.scheduler.last_epoch == n
+    made = {}
+
+    def configure_optimizers(self):
+        optimizer = FUSED(self.parameters())
+        for interval in ("step", "epoch"):
+            made[interval] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": made[name], "interval": name} for name in made]
+
+    module = make_module(pl, configure_optimizers=configure_optimizers)
+    # the last step is skipped, too
+    fit(pl, module, [*batches[4:], *batches[:4]], plugins=[make_plugin()])
+    assert {name: each.last_epoch for name, each in made.items()} == {
+        "step": N_BATCHES - 2,
+        "epoch": 1,
+    }
 
 
 def test_without_such_a_scheduler_nothing_waits_for_the_step(pl, batches, monkeypatch):
@@ -272,9 +282,9 @@ def test_the_modules_own_way_of_stepping_is_kept_and_put_back(pl, batches):
         scheduler.step()
 
     module = make_module(pl, lr_scheduler_step=lr_scheduler_step)
-    fit(pl, module, batches, plugins=[make_plugin()])
+    trainer = fit(pl, module, batches, plugins=[make_plugin()])
     assert len(calls) == module.scheduler.last_epoch == N_BATCHES - len(OVERFLOWS)
-    assert "lr_scheduler_step" not in vars(module)
+    assert "update_lr_schedulers" not in vars(trainer.fit_loop.epoch_loop)
 
 
 def test_checkpoints_of_lightnings_own_plugin_go_on(pl, batches, tmp_path):
@@ -364,7 +374,6 @@ def test_a_module_and_callbacks_are_pickled_and_copied_while_they_train(pl, batc
     fit(pl, module, batches, plugins=[make_plugin()], **options)
     for again in copies[:2]:
         assert all(map(torch.equal, again.parameters(), module.parameters()))
-        assert again.lr_scheduler_step == type(again).lr_scheduler_step.__get__(again)
     for again in copies[2:]:
         assert not hasattr(again, "tracker")
         fit(pl, make_module(pl), batches, plugins=[make_plugin()], callbacks=[again])

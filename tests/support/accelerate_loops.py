@@ -48,13 +48,11 @@ def zero_in_place(optimizer, model):
 
 
 def look(own, model, optimizer):
-    """Unscale the gradients, and return them before and after the step."""
+    """Clip the gradients, and return them before and after the step."""
     found = []
     for _ in range(3):
         backward(own, model)
         found.append(own.clip_grad_norm_(model.parameters(), 0.1))
-        if own.scaler is None or type(own.scaler) is not torch.amp.GradScaler:
-            own.unscale_gradients()  # Accelerate alone has unscaled them, and refuses it
         found += grads(model)
         optimizer.step()
         found += grads(model)

@@ -199,13 +199,6 @@ def test_a_reset_forgets_and_open_regions_go_on(timer):
     assert {p: s.count for p, s in timer.summary().items()} == {"open": 1}
 
 
-def test_a_timer_keeps_no_trace(timer):
-    """torch.profiler shows the regions; see the next test."""
-    with pytest.raises(TypeError, match="unexpected keyword argument 'trace'"):
-        Timer("cpu", trace=True)
-    assert not hasattr(timer, "to_chrome_trace")
-
-
 def test_the_profiler_sees_the_regions_only_while_it_is_on(timer):
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with timer("started before"):
@@ -262,7 +255,7 @@ def test_a_device_without_a_clock_is_refused(device, error, message, monkeypatch
         pass
 
 
-@pytest.mark.parametrize(("name", "most"), [("cpu", 2), ("fallback", 6)])
+@pytest.mark.parametrize(("name", "most"), [("cpu", 2), ("fallback", 7)])
 def test_a_region_runs_few_functions(name, most):
     """The bench measures what a region costs; this counts, which no other process can change."""
     if name not in fastamp.backends():
