@@ -33,8 +33,8 @@ PICTURE = ROOT / "docs" / "images" / "gains.svg"
 PAGES = {ROOT / "README.md": "docs/", ROOT / "docs" / "index.md": ""}  # and where docs/ is
 BEGIN, END = "<!-- by benchmarks/front_page.py -->\n", "<!-- end -->\n"
 COMMANDS = {  # of the bench, by the record that has their rows
-    "step": "step --shapes 2000x1000,gpt2 --work adamw adamw-open",
-    "loader": "loader --data tensors dicts slow",
+    "step": "step",
+    "loader": "loader",
     "timer": "timer",
     "jobs": "all",
     "amp": "train",

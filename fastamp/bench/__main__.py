@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from fastamp.bench.tasks import BrokenTask
 from fastamp.metrics.sinks import require
 
 PROGRAM = "python -m fastamp.bench"
-# Each module has METRICS, which its help lists, add_options(add) and prepare(args).
+# Each module has METRICS, which its help lists, prepare(args), and add_options(add) or none.
 COMMANDS = {
     "train": main_job,
     "all": all_jobs,
@@ -176,8 +177,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
             epilog=f"Metrics for --fail-on: {command.METRICS}. {STATUS}",
         )
         added.verbatim = getattr(command, "VERBATIM", "")
-        _add_shared_options(added.add_argument)
-        command.add_options(added.add_argument)
+        _add_options(added.add_argument, command)
     args = parser.parse_args(words)
     try:
         for name, _ in args.fail_on:
@@ -201,7 +201,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
     return args, task
 
 
-def _add_shared_options(add: Callable[..., object]) -> None:
+def _add_options(add: Callable[..., object], command: ModuleType) -> None:
+    """Add the shared options, and a command's own."""
     here = "cuda" if torch.cuda.is_available() else "cpu"
     where = "(default: cuda where torch finds a GPU)"
     add("--device", type=_device, choices=("cpu", "cuda"), default=here, help=where)
@@ -213,6 +214,8 @@ def _add_shared_options(add: Callable[..., object]) -> None:
     bound = baseline.bound
     add("--fail-on", type=bound, action="append", default=[], metavar="BOUND", help=MOVES)
     add("--check", action="store_true", help="exit with 1 if a target is missed")
+    if hasattr(command, "add_options"):
+        command.add_options(add)
 
 
 if __name__ == "__main__":

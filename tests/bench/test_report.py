@@ -19,7 +19,6 @@ import pytest
 import torch
 from support.bench_pages import COMMANDS, JOBS, QUICK, RUNS, write_all
 from support.fake_clock import FakeClock
-from torch.utils.data import default_collate
 
 import fastamp
 from fastamp import _ops
@@ -27,7 +26,6 @@ from fastamp._progress import progress
 from fastamp.bench import (
     baseline,
     latency,
-    loader,
     page,
     pictures,
     step,
@@ -190,7 +188,7 @@ def test_a_record_of_another_shape_needs_another_schema_version(written):
     interval, visit = {"value", "low", "high"}, {"arm", "elapsed_s", "skipped"}
     details = {
         "train": {"parameters", "loss", "peak_memory_nbytes", "validation", "shares", "left_out"},
-        "step": {f"{shape}/{w}" for shape in ("3x1000", "2gx10") for w in ("norm", "adamw-open")},
+        "step": {"in-a-loop/adamw", "in-a-loop/adamw-open"},
         "loader": {"tensors", "slow"},
         "timer": {"timer"},
         "latency": {"1", "2"},
@@ -329,7 +327,7 @@ def test_an_arm_is_few_frames_from_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(step, "PLAN", QUICK)
     monkeypatch.setattr(step.Side, "check", lambda *_, **__: None)
     monkeypatch.setattr(step.Side, "fastamp", look)
-    main(["step", "--shapes", "3x10", "--work", "norm", "--device", "cpu"])
+    main(["step", "--rows", "in-a-loop/adamw", "--device", "cpu"])
     assert stacks[0] == [
         *("main", "_run", "run_cases", "collect", "build"),
         *("<lambda>", "_build_cases", "run_build", "visit_all", "<dictcomp>", "visit", "look"),
@@ -346,24 +344,6 @@ def test_an_arm_is_few_frames_from_the_command(monkeypatch, tmp_path):
     main(COMMANDS["train"].split())
     names = ["main", "_run", "race_task", "race_arms", "collect", "build", "<lambda>", "_train"]
     assert stacks[0][:8] == names
-
-
-def test_the_plain_gather_gives_the_batches_of_default_collate():
-    data = loader.DATA["tensors"](torch.Generator().manual_seed(0))
-    expected = default_collate([data.dataset[i] for i in range(data.batch_size)])
-    plain = loader.plain_batches(data, shuffle=False)
-    loader.check(plain, [expected])
-    with pytest.raises(AssertionError, match="not equal"):
-        loader.check(plain, [[part + 1 for part in expected]])
-    rows = [batch[0].clone() for batch in loader.plain_batches(data, shuffle=True)()]
-    assert len(rows) == len(data.dataset) // data.batch_size
-    assert not torch.equal(rows[0], expected[0])
-
-
-def test_a_loader_whose_batches_are_wrong_or_missing_is_not_timed(monkeypatch):
-    monkeypatch.setattr(loader, "fastamp_batches", lambda *_, **__: lambda: iter([]))
-    with pytest.raises(AssertionError, match="length"):
-        main(["loader", "--data", "dicts", "--device", "cpu"])
 
 
 @pytest.mark.parametrize(("region", "verdict"), [(0.99, "pass"), (1.01, "fail")])
