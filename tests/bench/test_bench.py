@@ -463,7 +463,7 @@ def test_a_built_in_task_has_the_same_losses_by_torch_and_by_fastamp(name, monke
         ("--steps 2", "argument --steps: '2' is not"),
         ("step --rows gpt2/norm", "argument --rows: invalid choice: 'gpt2/norm'"),
         (
-            "latency --batch-sizes 1,0",
+            "latency --batch-sizes 1 0",
             "argument --batch-sizes: '0' is not an integer of at least 1",
         ),
         ("--report missing/x", "argument --report: 'missing/x' is no file that can be written"),

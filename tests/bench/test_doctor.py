@@ -98,7 +98,7 @@ def test_a_cpu_without_bf16_units_is_named_with_its_remedy(look, monkeypatch, wi
 def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_units):
     monkeypatch.setattr(choose, "_only", "fallback")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    monkeypatch.setattr(installation, "EXTRAS", ("json", "fastamp_no_such_module"))
+    monkeypatch.setattr(installation, "EXTRA", "fastamp_no_such_module")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(installation, "DRIVER", tmp_path)

@@ -39,7 +39,7 @@ COMMANDS = {
     "step": "step --rows in-a-loop/adamw in-a-loop/adamw-open --device cpu",
     "loader": "loader --device cpu",
     "timer": "timer --device cpu",
-    "latency": "latency --batch-sizes 1,2 --device cpu",
+    "latency": "latency --batch-sizes 1 2 --device cpu",
 }
 QUICK = Plan(rounds=8, warmup=2, builds=(3,))
 ARMS = ("torch fp32", "fastamp fp32", "torch bf16", "fastamp bf16")
