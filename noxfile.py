@@ -221,10 +221,10 @@ def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
 def sanitize(session: nox.Session) -> None:
     """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
     step = (
-        "adamw",
         "clip_and_norm",
         "equivalence",
         "kept",
+        "lean",
         "noticed",
         "noticed_gradients",
         "skips",

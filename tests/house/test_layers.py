@@ -28,7 +28,7 @@ INCLUDES = {
         for name in (
             "cuda.cu",
             "update.cu",
-            "kept.cu",
+            "lean.cu",
             "launcher.cuh",
             "convert.cuh",
             "device.h",
@@ -145,6 +145,7 @@ def has_conditional(text: str) -> bool:
 
 CXX = sources("csrc", "*.h", "*.cuh", "*.cpp", "*.cu")
 PYTHON = sources("fastamp", "*.py")
+LABORATORY = sources("benchmarks", "*.py")
 
 
 @pytest.mark.parametrize("path", CXX, ids=lambda p: str(p.relative_to(ROOT)))
