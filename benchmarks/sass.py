@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ARCHITECTURES = (75, 80, 90, 100, 120)
-FILES = ("cuda", "update", "kept")
+FILES = ("cuda", "update", "lean")
 WANTED = 8
 WANTED_ON = {75, 80, 90, 100}
 """Where memory needs them: on 120 a third is enough (docs/how/norm.md)."""

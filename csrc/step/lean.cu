@@ -114,10 +114,17 @@ struct WarpBlock {
     });
   }
 
-  __device__ std::uint32_t noise(const Values& values, int v, int k, std::uint32_t key) const {
-    const float state = Kind::kStates > 0 ? values[1][v][k] : 0;
-    const std::uint32_t place = block.place + static_cast<std::uint32_t>(index(v) + k);
-    return noise_of(state, values[0][v][k], has_codes() ? place : place % entry.row, key);
+  /// Fills in the random bits of a vector's elements. Blocks of codes lie within a row.
+  __device__ void fill_noise(const Values& values, int v, std::uint32_t key,
+                             std::uint32_t* noise) const {
+    std::uint32_t place = block.place + static_cast<std::uint32_t>(index(v));
+    if (!has_codes()) place %= entry.row;
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      const float state = Kind::kStates > 0 ? values[1][v][k] : 0;
+      noise[k] = noise_of(state, values[0][v][k], place, key);
+      place = place + 1 == entry.row ? 0 : place + 1;
+    }
   }
 
   __device__ void write_halves(const float (&from)[kVectors][kVector]) const {
@@ -147,10 +154,12 @@ struct WarpBlock {
         chunk.store(values[i][v], index(v), count(v));
         continue;
       }
+      std::uint32_t noise[kVector];
+      fill_noise(values, v, key, noise);
       Four<std::uint16_t> rounded;
 #pragma unroll
       for (int k = 0; k < kVector; ++k)
-        rounded.values[k] = round_randomly(values[i][v][k], noise(values, v, k, key) >> shift);
+        rounded.values[k] = round_randomly(values[i][v][k], noise[k] >> shift);
       store_four(rounded, static_cast<std::uint16_t*>(chunk.data) + index(v), count(v));
     }
   }
@@ -162,11 +171,12 @@ struct WarpBlock {
       if (lane == 0) entry.scales[s][block.number] = scale.scale;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
+        std::uint32_t noise[kVector];
+        if (Kind::is_random(s)) fill_noise(values, v, key, noise);
         Four<std::uint8_t> made;
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {
-          const std::uint32_t rounding =
-              Kind::is_random(s) ? rounding_of(noise(values, v, k, key)) : kNearest;
+          const std::uint32_t rounding = Kind::is_random(s) ? rounding_of(noise[k]) : kNearest;
           made.values[k] = encode<Code>(values[1 + s][v][k], scale.inverse, rounding);
         }
         store_four<std::uint8_t>(made, codes(s) + index(v), count(v));
