@@ -1,5 +1,6 @@
 """`fastamp.fine_tune`: the training loop, with mixed precision and checkpoints."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +19,10 @@ from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.ranks import find_ranks
 from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
-from fastamp.train.run import Run
+from fastamp.train.run import NO_STATE, Run
 from fastamp.train.signals import DEFERRED, Signals
 
+_LOG = logging.getLogger(__name__)
 Part: TypeAlias = tuple[Any, Any, Any]  # a batch's inputs, its target, how many targets count
 
 
@@ -43,10 +45,13 @@ def fine_tune(
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
     and a checkpoint is written. A second signal acts at once, for a step that never ends, as when
-    the data hang. If the same signal ends worker processes before it comes here, or while some of a
-    step's batches, or the first ones of a pass, are missing, the last checkpoint stands. A damaged
-    checkpoint is passed over with one warning. On a CPU a run that is interrupted or killed, and
-    resumed, is bit-identical, except for random numbers that worker processes draw within an epoch.
+    the data hang. If the same signal ends worker processes too, the last checkpoint stands. A
+    damaged checkpoint is passed over with one warning. On a CPU a run that is interrupted or
+    killed, and resumed, is bit-identical, except for random numbers that worker processes draw
+    within an epoch, or that a loader without a state draws from a generator of its own.
+
+    If the loader has no `state_dict`, as torch's, checkpoints are written at the end of an epoch
+    and of the run: after a signal the last one stands. A longer run begins the next epoch.
 
     Over ranks every rank calls this with the same arguments, and with a model on its device that is
     in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
@@ -88,9 +93,10 @@ def fine_tune(
             cannot be trained on.
         ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
             shapes do not match, ranks have unlike numbers of batches or a model that they do not
-            share. Or the run in `config.checkpoint_dir` has finished: more `max_steps` or `epochs`
-            continue it, another folder starts anew; the model has that run's weights then. Or the
-            folder has checkpoints, and `config.resume` is False.
+            share. Or checkpoints within an epoch are asked for, of data without a state. Or the run
+            in `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it,
+            another folder starts anew; the model has that run's weights then. Or the folder has
+            checkpoints, and `config.resume` is False.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
@@ -186,9 +192,11 @@ class _Loop(Run):
         received = None
         if saves or self.ranks.mode is None or self.step % self.config.log_every == 0:
             received = self._exchange()
-        if saves or received is not None:
+        if saves or (received is not None and self.data.can_resume):
             self.save()
         if received is not None:
+            if not self.data.can_resume:
+                _LOG.warning("%s: %s", NO_STATE, "the last one stands")
             self.signals.deliver(received)
 
     def _exchange(self) -> int | None:
@@ -207,17 +215,8 @@ class _Loop(Run):
 
     def _train_step(self, batches: Iterator[tuple[Any, int]]) -> bool:
         """Take a step of the optimizer, of at most `accumulate` batches; False if none is left."""
-        n_before = self.data.n_consumed
-        try:
-            with self.timer("data"):
-                found = [*islice((one for one in batches if one[1]), self.config.accumulate)]
-        except RuntimeError:
-            # The signal ended a worker, too. Before a step's first batch all parts agree, except at
-            # the start of a pass, which draws random numbers.
-            agrees = self.data.n_consumed == n_before > 0
-            if self.signals.received and agrees and self.ranks.mode is None:
-                self._pause(None, None)
-            raise
+        with self.timer("data"):
+            found = [*islice((one for one in batches if one[1]), self.config.accumulate)]
         self.has_ended = len(found) < self.config.accumulate
         self.n_samples += sum(n for _, n in found)
         parts = [self._split(batch, n) for batch, n in found]

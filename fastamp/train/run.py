@@ -25,6 +25,7 @@ _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", 
 _FIXED += ["warmup_steps", "metric", "mode"]
 _OF_RANKS = {"batch_size", "accumulate", "total_steps"}  # another number of ranks may change them
 _OF_LENGTH = {"total_steps", "warmup_steps"}  # a longer run may change them
+NO_STATE = "train_data has no state_dict: checkpoints are written at the end of an epoch"
 _LOG = logging.getLogger(__name__)
 
 
@@ -48,6 +49,7 @@ class Run:
         self.config, self.model, self.ranks = config, model, ranks
         self.device, self.precision = config.chosen_device, config.effective_precision
         self.data = Batches("train_data", train_data, config, ranks, shuffle=True)
+        self._refuse_within_epoch()
         self.held_out = None
         if val_data is not None:
             self.held_out = Batches("val_data", val_data, config, ranks, shuffle=False)
@@ -119,6 +121,17 @@ class Run:
         self.best, self.n_worse = state["best"], state["n_worse"]
         self.is_stopped = self.n_worse >= (self.config.patience or math.inf)
 
+    def _refuse_within_epoch(self) -> None:
+        """Raise a ValueError if checkpoints within an epoch are asked for that cannot resume."""
+        config = self.config
+        asked = {"checkpoint_every": config.checkpoint_every}
+        asked |= {"eval_every": config.eval_every} if config.keep_best else {}
+        for name, every in asked.items():
+            if every is not None and config.checkpoint_dir is not None and not self.data.has_state:
+                beside = " with keep_best" if name == "eval_every" else ""
+                msg = f"{name}: expected None{beside}, as {NO_STATE}; got {every}"
+                raise ValueError(msg)
+
     def _find_loss(self) -> nn.Module | None:
         """Return the loss on the run's device if it is a module with tensors of its own.
 
@@ -172,6 +185,8 @@ class Run:
         if step is None:
             return
         self.step, former = step, self.former_total
+        if not self.data.can_resume:  # the run ended within an epoch
+            self.epoch, self.data.n_consumed = self.epoch + 1, 0
         if not checkpointer._as_many:
             seed_all(self.config.seed, self.ranks.rank, self.step)
             if self.total is not None:
