@@ -2,13 +2,13 @@
 
 from fastamp._ops.choose import backend_for, backends, core, core_for, host_core, use_only
 from fastamp._ops.grads import Grads
-from fastamp._ops.held import gather, hold, replicated
 from fastamp._ops.kept import TorchBackend
+from fastamp._ops.over_ranks import gather, hold, replicated
 from fastamp._ops.private import (
     has_step_hook,
     in_dispatch_mode,
     is_profiling,
-    note_step_called,
+    note_step,
     untraced,
 )
 from fastamp._ops.types import (
