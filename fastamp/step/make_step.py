@@ -112,7 +112,8 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
     if not isinstance(steps, Why):
         for step in steps:
             step.apply(factor, found_inf, zero_grad=zero_grad)
-        return StepReport(stats, "native"), [None] * len(optimizers)
+        is_slow = any(isinstance(step.backend, _ops.TorchBackend) for step in steps)
+        return StepReport(stats, "fallback" if is_slow else "native"), [None] * len(optimizers)
     if grads is not None and measures:
         rescale(grads, stats, states)
     results = _step_by_torch(optimizers, states, found_inf, args, kwargs or {})

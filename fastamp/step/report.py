@@ -28,7 +28,8 @@ class StepReport:
         self._stats = stats  # most programs never ask a step that read nothing
         self.way = way
         """How the step was made: "native", by fastamp, in one call of the core or, with Muon
-        and over ranks, in several; or "torch's: " and the reason, by the optimizer's own `step`."""
+        and over ranks, in several; "fallback", a lean optimizer's in torch's operators; or
+        "torch's: " and the reason, by the optimizer's own `step`."""
 
     @property
     def stats(self) -> _ops.GradStats:

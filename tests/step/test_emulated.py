@@ -12,6 +12,8 @@ from support import lean
 from support.bits import bits
 from support.emulated import emulated_table, use_emulated
 from support.emulated_build import library
+from support.python_update import python_step
+from support.updates import everything
 
 import fastamp
 from fastamp import _ops
@@ -84,6 +86,26 @@ def test_the_emulated_kernels_give_the_cpus_bits(small):
         clip = _ops.Clip(scale, max_norm, rng.random() < 0.5, before, skipped)
         assert_same_results(memory, clip)
     assert small or (largest > 9_000_000 and many > 2200)
+
+
+@pytest.mark.emulated
+def test_the_emulated_kernels_give_an_update_the_oracles_bits():
+    found = []
+    for make_step in (fastamp.optimizer_step, python_step):
+        generator = torch.Generator().manual_seed(0)
+        sizes = [(dtype, size) for dtype in DTYPES for size in (1, 1003)]
+        values = [torch.randn(size, generator=generator).to(dtype) for dtype, size in sizes]
+        parameters = [torch.nn.Parameter(value) for value in values]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+        for step in range(3):
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            if step == 1:
+                parameters[0].grad.fill_(math.inf)
+            with use_emulated(emulated_table()):
+                make_step(optimizer, max_norm=1.0)
+        found.append(everything(parameters, optimizer))
+    assert found[0] == found[1]
 
 
 @pytest.mark.emulated
