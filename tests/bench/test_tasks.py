@@ -58,6 +58,8 @@ BROKEN = {
     " batch raised ArithmeticError: of the user's own",
     "model.forward = fail; return model, data, loss": "model: its call on a batch raised"
     " ArithmeticError: of the user's own",
+    "model.forward = lambda x: [x]; return model, data, loss": "model: expected predictions in a"
+    " tensor, or with a loss of None its own loss, got a list",
     "return nn.Linear(5, 3), data, loss": "model: its call on a batch raised RuntimeError: mat1",
     "return model, data, fail": "loss: its computation raised ArithmeticError: of the user's own",
     "return model, data, lambda x, y: x": "loss: its computation raised ValueError: loss: expected"
@@ -234,6 +236,13 @@ def test_a_module_and_its_neighbours_can_be_a_task(quick, tmp_path):
     make = tasks.find_make(f"{tmp_path}/task_of_folder.py:make")
     assert tasks.find_make("task_of_folder:make") is make
     assert isinstance(tasks.make_training(make, "cpu", 0).model, nn.Linear)
+
+
+def test_the_samples_of_a_batch_are_counted_by_its_first_tensor_or_list():
+    images = [torch.ones(3, 8, 8), torch.ones(3, 9, 9)]
+    batches = ([torch.ones(4, 3), torch.ones(4)], {"x": torch.ones(4)}, (torch.ones(()), 3))
+    assert [tasks.count_samples(batch) for batch in batches] == [4, 4, 1]
+    assert [tasks.count_samples(each) for each in ({"images": images}, (images, images))] == [2, 2]
 
 
 def test_tensors_in_a_tuple_and_arrays_in_a_dict_are_columns():
