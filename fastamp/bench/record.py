@@ -236,7 +236,7 @@ def _describe_builds(races: Mapping[str, Race]) -> list[str]:
     builds = f"{least} builds" if least == most else f"{least} to {most} builds of a race"
     known = [share for share in shares if share is not None]
     waited = f"at most {max(known):.1%} of the time" if known else "not counted here"
-    return [f"{builds} {kinds}; threads waited for cores that others had: {waited}"]
+    return [f"{builds} {kinds}; threads waited for a core: {waited}"]
 
 
 def _finite(value: object) -> object:

@@ -356,6 +356,9 @@ def test_beyond_10_percent_of_waiting_there_is_no_verdict_and_no_sentence(waited
     lines = record.render(made).splitlines()
     assert said.startswith(lines[0]) if is_noisy else lines[0] == "It is faster."
     assert ("It is faster." in lines) == (not is_noisy)
+    [counted] = record._describe_builds({"x": busy_race(99.0)})
+    assert counted.endswith("; threads waited for a core: at most 91.7% of the time")
+    assert len(counted) <= 100
 
 
 # Intervals and verdicts

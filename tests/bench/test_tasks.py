@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from torch import nn
 from fastamp.bench import environment, measure, tasks, where
 from fastamp.bench.__main__ import main
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES, STRANGERS = ROOT / "examples", ROOT / "tests" / "support" / "strangers"
 HEAD = """
 import torch
 from torch import nn
@@ -309,3 +311,32 @@ def test_batches_of_several_sizes_are_named(quick, tmp_path, capsys):
     path.write_text(f"{HEAD}\ndef make(*_):\n    {body}\n")
     run(path, "--steps", "8")
     assert "8 steps of 16 to 24 samples" in capsys.readouterr().out
+
+
+def mask(text):
+    """Return a text without what changes from run to run and from machine to machine."""
+    said = r"this machine is too busy.*?\ntime|FP32 alone is raced; .*?\(\d+%\)\."
+    text = re.sub(said, "SAID", text, flags=re.DOTALL)
+    text = re.sub(r"^torch .*\)$", "MACHINE", text, flags=re.MULTILINE)
+    text = re.sub(r"(?:(?:data|forward|backward|step|other) \d+%(?:, )?)+", "SHARES", text)
+    text = re.sub(r"at most [\d.]+% of the time|not counted here", "WAITED", text)
+    text = re.sub(r"\d+ to \S+ s of", "TIME of", text)
+    text = re.sub(r"\d+ (?:to \d+ )?builds(?: of a race)?", "BUILDS", text)
+    return re.sub(r"\d+(?:\.\d+)?", "N", text).split()
+
+
+@pytest.mark.parametrize("name", ["graph", "segmentation", "transformer"])
+def test_the_page_shows_what_the_bench_prints_of_three_programs(
+    name, monkeypatch, tmp_path, capsys
+):
+    page = (ROOT / "docs" / "start" / "worth-it.md").read_text()
+    shown = page.partition(f"$ python -m fastamp.bench {name}.py\n")[2].partition("```")[0]
+    shown = shown.partition("\n$ ")[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "cpu_features", set)
+    monkeypatch.setattr(where, "BLOCKS", 3)
+    (tmp_path / f"{name}.py").write_text((STRANGERS / f"{name}.py").read_text())
+    assert main([f"{name}.py", "--device", "cpu"]) == 0
+    printed = capsys.readouterr()
+    assert mask(printed.out) == mask(shown)
+    assert printed.err == ""
