@@ -29,6 +29,7 @@ from fastamp.train.random_state import seed_all
 from fastamp.train.ranks import Ranks
 from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
 from fastamp.train.signals import DEFERRED, Signals
+from fastamp.train.weights import copied, load_model
 
 Part: TypeAlias = tuple[Any, Any, Any]  # a batch's inputs, its target, how many targets count
 NO_STATE = "train_data has no state_dict: checkpoints are written at the end of an epoch"
@@ -47,11 +48,8 @@ class Loop:
     def __init__(
         self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig, ranks: Ranks
     ) -> None:
-        compares = "keep_best" if config.keep_best else "patience"
         self.compares = config.keep_best or config.patience is not None
-        if self.compares and val_data is None and config.metric == "loss":
-            msg = f"{compares}: expected val_data, whose loss says which is best, got None"
-            raise ValueError(msg)
+        check_best(config, has_val_data=val_data is not None, has_shards=ranks.mode == "fsdp")
         self.config, self.model, self.ranks = config, model, ranks
         self.device, self.precision = config.chosen_device, config.effective_precision
         self.data = Batches("train_data", train_data, config, ranks, shuffle=True)
@@ -64,11 +62,7 @@ class Loop:
             model.to(self.device)
         # In evaluation DDP's own call would exchange buffers.
         self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
-        self.model_call = config.model_call or ModelCall(config.loss_fn)
-        if type(self.model_call).__call__ is not ModelCall.__call__:
-            name = type(self.model_call).__name__
-            msg = f"model_call: {name} overrides __call__, which fine_tune does not call: override "
-            raise TypeError(msg + "split, forward, loss or count")
+        self.model_call = find_call(config)
         has_ranks = ranks.mode is not None
         loss_fn = getattr(self.model_call, "loss_fn", None)
         self.loss = find_loss(loss_fn, model, self.device, has_ranks=has_ranks)
@@ -82,8 +76,11 @@ class Loop:
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
         self.progress = Progress(config, self.total, ranks.count)
         self.saved_at: tuple[int, ...] = ()
+        self.is_resumed = False
         self.compared = math.nan  # the metric of this step, if it was evaluated and is compared
         self.is_best = False  # and the best one so far
+        self.best_weights: Any = None  # on the host, where no checkpoint has them
+        self.said = f"fine_tune: begins at step 0 of {self._length()}"
         folder = config.checkpoint_dir
         self.checkpointer = None if folder is None else self._resume(folder)
         self.tracker.watch(self.scaler, first_step=self.progress.step + 1)
@@ -101,6 +98,9 @@ class Loop:
 
     def train(self) -> TrainResult:
         """Train to the end."""
+        if self.config.progress:
+            self.said += f", on {self.device} in {self.precision}"
+        self._say(self.said, always=self.is_resumed)
         start_s = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -113,7 +113,24 @@ class Loop:
             self._run_epochs()
             self.schedule.read_flag()
             self._pause(1, 1)
-            return self._make_result(time.perf_counter() - start_s)
+            result = self._make_result(time.perf_counter() - start_s)
+            self._take_best()
+        losses = ((name, getattr(result, name).values) for name in ("train_loss", "val_loss"))
+        ends = "".join(f", {name} {values[-1]:.4f}" for name, values in losses if len(values))
+        self._say(f"fine_tune: {result.steps} steps done{ends}")
+        return result
+
+    def _say(self, text: str, *, always: bool = False) -> None:
+        """Log a line, on the first rank."""
+        if (self.config.progress or always) and self.ranks.rank == 0:
+            _LOG.warning("%s", text)
+
+    def _take_best(self) -> None:
+        """Give the model its best weights, if `keep_best` is set and there are any."""
+        if self.best_weights is not None:
+            load_model(self.evaluated, self.best_weights)
+        elif self.checkpointer is not None and self.config.keep_best and self._has_best():
+            self.checkpointer.restore(only=("model",), best=True)
 
     def _run_epochs(self) -> None:
         config = self.config
@@ -267,6 +284,8 @@ class Loop:
             self.compared = compared if config.keep_best else math.nan
             is_best = self.progress.compare(compared) or not self._has_best()
             self.is_best = is_best and not math.isnan(self.compared)
+            if self.is_best and self.checkpointer is None:
+                self.best_weights = copied(self.evaluated.state_dict())
         if config.on_evaluation is not None:
             seen = {name: float(value) for name, value in numbers.items()}
             stops = config.on_evaluation(self.progress.step, seen) is True
@@ -302,7 +321,9 @@ class Loop:
         self.saved_at = self.progress.place
 
     def _has_best(self) -> bool:
-        return self.checkpointer is not None and self.checkpointer.best_path is not None
+        if self.checkpointer is None:
+            return self.best_weights is not None
+        return self.checkpointer.best_path is not None
 
     def _make_result(self, elapsed_s: float) -> TrainResult:
         regions, known = self.timer.summary(), self.tracker.summary()
@@ -369,8 +390,7 @@ class Loop:
         elif self.total != former:
             self.schedule.set_lr()
             said += f", a longer run than {former}: its next learning rate is {self.schedule.lr:g}"
-        if self.ranks.rank == 0:
-            _LOG.warning("%s: %s", folder.title, said)
+        self.said, self.is_resumed = f"{folder.title}: {said}", True
         return checkpointer
 
     def _refuse_within_epoch(self) -> None:
@@ -416,6 +436,28 @@ class Loop:
         if self.data.n_batches is None:
             return f"{config.epochs} epochs"
         return config.epochs * math.ceil(self.data.n_batches / config.accumulate)
+
+
+def check_best(config: TrainConfig, *, has_val_data: bool, has_shards: bool) -> None:
+    """Raise a ValueError if a run cannot know or keep its best weights."""
+    compares = config.keep_best or config.patience is not None
+    if compares and not has_val_data and config.metric == "loss":
+        name = "keep_best" if config.keep_best else "patience"
+        msg = f"{name}: expected val_data, whose loss says which is best, got None"
+        raise ValueError(msg)
+    if config.keep_best and config.checkpoint_dir is None and has_shards:
+        msg = "checkpoint_dir: expected a folder, which keep_best needs for shards, got None"
+        raise ValueError(msg)
+
+
+def find_call(config: TrainConfig) -> ModelCall:
+    """Return how the model is called; raise a TypeError if it could not be followed."""
+    call = config.model_call or ModelCall(config.loss_fn)
+    if type(call).__call__ is not ModelCall.__call__:
+        name = type(call).__name__
+        msg = f"model_call: {name} overrides __call__, which fine_tune does not call: override "
+        raise TypeError(msg + "split, forward, loss or count")
+    return call
 
 
 def share(loss: torch.Tensor, n: Any, n_targets: Any) -> torch.Tensor:

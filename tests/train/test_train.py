@@ -25,6 +25,7 @@ from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.text import load_corpus
 from fastamp.train import random_state
 from fastamp.train.batches import Batches
+from fastamp.train.loop import check_best
 from fastamp.train.ranks import Ranks
 from fastamp.train.result import compare_ranks
 
@@ -446,6 +447,10 @@ def test_numpys_numbers_are_pythons():
 def test_the_best_of_no_evaluation_is_refused():
     with pytest.raises(ValueError, match="keep_best: expected val_data, whose loss says"):
         fine_tune(make_model(), make_data(), config=TrainConfig(keep_best=True))
+    with pytest.raises(
+        ValueError, match="checkpoint_dir: expected a folder, which keep_best needs"
+    ):
+        check_best(TrainConfig(keep_best=True), has_val_data=True, has_shards=True)
 
 
 def test_a_subclass_of_tuple_is_a_tuple_of_columns():
