@@ -162,14 +162,14 @@ def hand_on(batch: Any) -> Any:
 class Stream(Iterator[Made | Failed]):
     """Reads an iterable dataset in the loop's thread, by torch's iterator."""
 
-    def __init__(self, loader: Any, order: Order, state: Any) -> None:
-        """Begin at a state of the dataset, or at the start."""
+    def __init__(self, batches: Any, dataset: Any, order: Order, state: Any) -> None:
+        """Begin torch's iterator over the batches, at a state of the dataset or at the start."""
         self.number, self._cell = 0, Batch(order)
         if state is not None:
-            loader.dataset.load_state_dict(state)
-        self._batches = self._draw(iter, loader)
-        if state is not None and self._batches._dataset_fetcher.dataset_iter is loader.dataset:
-            loader.dataset.load_state_dict(state)  # its `__iter__` may have begun anew
+            dataset.load_state_dict(state)
+        self._batches = self._draw(iter, batches)
+        if state is not None and self._batches._dataset_fetcher.dataset_iter is dataset:
+            dataset.load_state_dict(state)  # its `__iter__` may have begun anew
 
     def __next__(self) -> Made | Failed:
         start_s = time.perf_counter()

@@ -292,7 +292,7 @@ class Making:
         collate_fn = self._items(loader.dataset).collate_fn
         inner = self._torchs(loader.dataset, same, collate_fn=collate_fn, **self._sizes())
         order = Order(find_pass_key(position.sample_seed or 0, position.epoch))
-        stream = Stream(inner, order, position.dataset_state)
+        stream = Stream(inner, loader.dataset, order, position.dataset_state)
         if position.batch and not has_state(loader.dataset):
             with generators_kept():
                 for _ in islice(stream, position.batch):

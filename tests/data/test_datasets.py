@@ -10,7 +10,6 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from support.gathering import gather
 from support.loading import assert_same, make_array
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import fastamp
@@ -172,15 +171,6 @@ def test_the_copies_of_all_columns_stay_below_max_bytes():
     first, second = in_row_order(columns, 2 * TABLE.nbytes - 1).arrays
     assert first is not columns.arrays[0]
     assert second is columns.arrays[1]
-
-
-@pytest.mark.parametrize("name", SCATTERED | IN_ORDER)
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # by torch, for its own
-def test_batches_of_strided_rows_are_torchs(name):
-    array = SCATTERED[name][0] if name in SCATTERED else IN_ORDER[name]
-    dataset = fastamp.ArrayDataset(array)
-    with_torch = TorchDataLoader(dataset, 3)
-    assert_same(list(fastamp.DataLoader(dataset, 3)), list(with_torch))
 
 
 def test_a_subset_turns_its_indices_into_an_array_once(monkeypatch):

@@ -133,19 +133,6 @@ def test_every_sample_comes_once_when_the_ranks_change(change, shuffle, kind, ba
             assert samples(ours) == samples(theirs)
 
 
-def test_a_change_that_keeps_the_global_batch_keeps_every_step():
-    def steps(loaders):
-        return [set(samples(batches)) for batches in zip(*loaders, strict=True)]
-
-    whole = steps(make_loaders(2, batch_size=8))
-    loaders = make_loaders(2, batch_size=8)
-    first = steps(take(iter(loader), 2) for loader in loaders)
-    resumed = make_loaders(4, batch_size=4)
-    for loader in resumed:
-        loader.load_state_dict(loaders[0].state_dict())
-    assert first + steps(resumed) == whole
-
-
 def test_a_run_with_other_ranks_can_be_stopped_again():
     seen, state = [], None
     for world_size in (2, 4, 1, 3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import pickle
@@ -68,17 +67,6 @@ def test_the_end_of_an_epoch_is_a_state(variant, backend):
         loader = make_loader(variant)
         loader.load_state_dict(pickle.loads(pickle.dumps(state)))
         assert_same(list(run(loader, state["epoch"])), whole[per_epoch:])
-
-
-def test_a_state_is_a_copy(backend):
-    loader = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    kept = copy.deepcopy(state)
-    list(iterator)
-    list(loader)
-    assert_same(state, kept)
 
 
 def test_a_state_can_be_loaded_in_the_middle_and_twice(backend):

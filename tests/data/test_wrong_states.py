@@ -43,27 +43,22 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
     assert_same(loader.state_dict(), expected)
 
 
+INTEGER = "expected an integer of at least 0"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        *[
-            (key, None, "expected an integer of at least 0")
-            for key in ("epoch", "batch", "consumed")
-        ],
-        *[
-            (key, -1, "expected an integer of at least 0")
-            for key in ("epoch", "batch", "told_epoch")
-        ],
-        ("epoch", torch.tensor(3), "expected an integer of at least 0"),
-        ("batch", 1.5, "expected an integer of at least 0"),
-        ("consumed", True, "expected an integer of at least 0"),
-        ("told_epoch", "1", "expected an integer of at least 0"),
+        ("epoch", torch.tensor(3), INTEGER),
+        ("batch", 1.5, INTEGER),
+        ("batch", None, INTEGER),
+        ("consumed", True, INTEGER),
+        ("told_epoch", "1", INTEGER),
+        ("order", "a", INTEGER),
+        ("sample_seed", -1, INTEGER),
         ("batch_size", torch.tensor([4, 4]), "the loader's 4"),
         ("drop_last", None, "the loader's False"),
-        ("generator", torch.zeros(3), "expected the state of a generator"),
         ("generator", 5, "expected the state of a generator"),
-        ("order", "a", "expected an integer of at least 0"),
-        ("sample_seed", -1, "expected an integer of at least 0"),
         ("generator", torch.zeros(7, dtype=torch.uint8), "expected the state of a generator"),
     ],
 )

@@ -136,7 +136,7 @@ def test_the_programs_of_a_page_run_in_silence(page, tmp_path):
         pytest.skip("a package of the page's programs is missing")
     if page.name == "muon.md" and not hasattr(torch.optim, "Muon"):
         pytest.skip("Muon comes with torch 2.9")
-    if page.name in {"ranks.md", "recipes.md"} and torch.__version__ < (2, 10):
+    if page.name in {"ranks.md", "your-loop.md"} and torch.__version__ < (2, 10):
         pytest.skip("FSDP2 on the CPU and torch.compile need a newer torch here")
     code = RUN_PAGE.format(programs=programs, page=name_of(page))
     done = run_python(STRICTLY + code, cwd=tmp_path, **ONE_RANK)
