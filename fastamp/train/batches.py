@@ -42,6 +42,7 @@ class Batches:
             kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
             msg = f"{name}: expected {kinds}, got {type(data).__name__}"
             raise TypeError(msg)
+        self._is_moved = self.loader is not data  # ours, which moves them to the device
         share = find_share_of(self.loader)
         self.is_shared, self._n_own = share is not None, sys.maxsize
         if share is not None and not shuffle:  # without the padding of its share
@@ -65,14 +66,8 @@ class Batches:
         self._batches = self._start()
         for batch in self._batches:
             self.n_consumed += 1
-            lengths: list[int] = []
-
-            def move(tensor: torch.Tensor, lengths: list[int] = lengths) -> torch.Tensor:
-                lengths.append(len(tensor) if tensor.ndim else 1)
-                # On the CPU a batch may be read at once.
-                return tensor.to(self._device, non_blocking=self._device.type != "cpu")
-
-            moved, n = map_tensors(move, batch), count_samples(batch, lengths)
+            n = count_samples(batch)
+            moved = batch if self._is_moved else map_tensors(self._move, batch)
             if 0 < n_left < n:
                 moved = map_tensors(partial(_first, n_left), moved)
             n_empty += not n
@@ -134,6 +129,10 @@ class Batches:
                 self.loader.state_dict()
         self._is_resumed = self.has_state and self.n_consumed > 0
 
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        # On the CPU a batch may be read at once.
+        return tensor.to(self._device, non_blocking=self._device.type != "cpu")
+
     def _start(self) -> Iterator[Any]:
         """Begin a pass; one that resumes has drawn its random numbers when it began at first."""
         if not self._is_resumed:
@@ -144,18 +143,26 @@ class Batches:
         return batches
 
 
-def count_samples(batch: Any, lengths: list[int]) -> int:
-    """Return how many samples a batch has, given the lengths of all tensors in it.
+def count_samples(batch: Any) -> int:
+    """Return how many samples a batch has.
 
     That is the length of its first column that is a tensor. Where every column is a list, these
     are columns in turn if all tensors are equally long; else they hold a value for each sample, as
     images or sequences of a size of their own, or a mapping.
     """
-    columns = [*batch.values()] if isinstance(batch, Mapping) else batch
-    columns = columns if isinstance(columns, (list, tuple)) else [columns]
+    columns = batch if isinstance(batch, (list, tuple)) else [batch]
+    if not isinstance(batch, (list, tuple, torch.Tensor)) and isinstance(batch, Mapping):
+        columns = [*batch.values()]
     for column in columns:
         if isinstance(column, torch.Tensor):
-            return len(column) if column.ndim else 1
+            return column.shape[0] if column.ndim else 1
+    lengths: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        lengths.append(tensor.shape[0] if tensor.ndim else 1)
+        return tensor
+
+    map_tensors(note, batch)
     lists = [column for column in columns if isinstance(column, (list, tuple))]
     are_samples = len(set(lengths)) > 1 or any(isinstance(x, Mapping) for c in lists for x in c)
     return len(lists[0]) if lists and are_samples else next(iter(lengths), 1)

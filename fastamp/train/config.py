@@ -118,14 +118,16 @@ class TrainConfig:
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False
     """Writes a checkpoint at each new best `metric`, and keeps the best one with the newest; waits
-    for the device at each evaluation. Without `val_data`, which the loss needs, it is a
-    ValueError."""
+    for the device at each evaluation. At the end the model has the best weights. Without
+    `checkpoint_dir` a copy of them stays in the host's memory. Without `val_data`, which the loss
+    needs, it is a ValueError."""
     resume: bool = True
     """Resumes from the newest checkpoint; a run that has finished is a ValueError, unless
     `max_steps` or `epochs` is larger now. False starts anew, and removes the checkpoints in
     `checkpoint_dir` once it has written one of its own."""
-    progress: bool = False
-    """Shows a bar on a terminal, if tqdm is installed."""
+    progress: bool = True
+    """Logs a line when the run begins and when it ends, and shows a bar on a terminal, if tqdm is
+    installed. Without it only a run that is resumed logs a line."""
     tracker: MetricsTracker | None = None
     """Receives every scalar: "train/loss", "train/lr", "val/loss", and those of a scaler that it
     watches. Steps count from 1."""

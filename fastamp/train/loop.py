@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +29,7 @@ from fastamp.train.random_state import seed_all
 from fastamp.train.ranks import Ranks
 from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
 from fastamp.train.signals import DEFERRED, Signals
+from fastamp.train.weights import copied, load_model
 
 Part: TypeAlias = tuple[Any, Any, Any]  # a batch's inputs, its target, how many targets count
 NO_STATE = "train_data has no state_dict: checkpoints are written at the end of an epoch"
@@ -48,11 +48,8 @@ class Loop:
     def __init__(
         self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig, ranks: Ranks
     ) -> None:
-        compares = "keep_best" if config.keep_best else "patience"
         self.compares = config.keep_best or config.patience is not None
-        if self.compares and val_data is None and config.metric == "loss":
-            msg = f"{compares}: expected val_data, whose loss says which is best, got None"
-            raise ValueError(msg)
+        check_best(config, has_val_data=val_data is not None, has_shards=ranks.mode == "fsdp")
         self.config, self.model, self.ranks = config, model, ranks
         self.device, self.precision = config.chosen_device, config.effective_precision
         self.data = Batches("train_data", train_data, config, ranks, shuffle=True)
@@ -65,11 +62,7 @@ class Loop:
             model.to(self.device)
         # In evaluation DDP's own call would exchange buffers.
         self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
-        self.model_call = config.model_call or ModelCall(config.loss_fn)
-        if type(self.model_call).__call__ is not ModelCall.__call__:
-            name = type(self.model_call).__name__
-            msg = f"model_call: {name} overrides __call__, which fine_tune does not call: override "
-            raise TypeError(msg + "split, forward, loss or count")
+        self.model_call = find_call(config)
         has_ranks = ranks.mode is not None
         loss_fn = getattr(self.model_call, "loss_fn", None)
         self.loss = find_loss(loss_fn, model, self.device, has_ranks=has_ranks)
@@ -83,13 +76,20 @@ class Loop:
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
         self.progress = Progress(config, self.total, ranks.count)
         self.saved_at: tuple[int, ...] = ()
+        self.is_resumed = False
         self.compared = math.nan  # the metric of this step, if it was evaluated and is compared
         self.is_best = False  # and the best one so far
+        self.best_weights: Any = None  # on the host, where no checkpoint has them
+        self.said = f"fine_tune: begins at step 0 of {self._length()}"
         folder = config.checkpoint_dir
         self.checkpointer = None if folder is None else self._resume(folder)
         self.tracker.watch(self.scaler, first_step=self.progress.step + 1)
         self.n_samples, dtype = 0, AUTOCAST[self.precision]
-        self.autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        if dtype is None:
+            self.split, self.loss_of = self._split, self._loss_of
+        else:
+            autocast: Any = torch.autocast(self.device.type, dtype)
+            self.split, self.loss_of = autocast(self._split), autocast(self._loss_of)
         # DDP exchanges gradients in the last backward pass of a step only.
         self.no_sync: Any = model.no_sync if ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor, float]] = []  # with step and time, to be logged
@@ -98,16 +98,39 @@ class Loop:
 
     def train(self) -> TrainResult:
         """Train to the end."""
+        if self.config.progress:
+            self.said += f", on {self.device} in {self.precision}"
+        self._say(self.said, always=self.is_resumed)
         start_s = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         shows = self.config.progress and self.ranks.rank == 0
         bar = progress(self.total or self.config.max_steps, self.progress.step, shows=shows)
-        with closing(self.tracker), self.signals, bar as self.advance:
+        plain: Any = nullcontext()  # around mixed steps autocast would not clear its cache
+        if AUTOCAST[self.precision] is None:
+            plain = torch.autocast(self.device.type, enabled=False)  # whatever the caller's is
+        with closing(self.tracker), self.signals, plain, bar as self.advance:
             self._run_epochs()
             self.schedule.read_flag()
             self._pause(1, 1)
-            return self._make_result(time.perf_counter() - start_s)
+            result = self._make_result(time.perf_counter() - start_s)
+            self._take_best()
+        losses = ((name, getattr(result, name).values) for name in ("train_loss", "val_loss"))
+        ends = "".join(f", {name} {values[-1]:.4f}" for name, values in losses if len(values))
+        self._say(f"fine_tune: {result.steps} steps done{ends}")
+        return result
+
+    def _say(self, text: str, *, always: bool = False) -> None:
+        """Log a line, on the first rank."""
+        if (self.config.progress or always) and self.ranks.rank == 0:
+            _LOG.warning("%s", text)
+
+    def _take_best(self) -> None:
+        """Give the model its best weights, if `keep_best` is set and there are any."""
+        if self.best_weights is not None:
+            load_model(self.evaluated, self.best_weights)
+        elif self.checkpointer is not None and self.config.keep_best and self._has_best():
+            self.checkpointer.restore(only=("model",), best=True)
 
     def _run_epochs(self) -> None:
         config = self.config
@@ -153,9 +176,10 @@ class Loop:
             self._evaluate()
         saves = bool(save_every) and self.progress.step % (save_every or 1) == 0
         saves = saves or self.is_best
-        received = None
-        if saves or self.ranks.mode is None or self.progress.step % self.config.log_every == 0:
-            received = self._exchange()
+        received = self.signals.received
+        if self.ranks.mode is not None:
+            is_due = saves or self.progress.step % self.config.log_every == 0
+            received = self._exchange() if is_due else None
         if saves or (received is not None and self.data.can_resume):
             self.save()
         if received is not None:
@@ -165,64 +189,76 @@ class Loop:
 
     def _exchange(self) -> int | None:
         """Log the losses, as means over the ranks; return a signal that a rank has received."""
-        received, means = self.signals.received, [loss for _, loss, _ in self.losses]
-        if self.ranks.mode is not None:
-            flags = torch.tensor([received == number for number in DEFERRED]).to(self.device)
-            summed = self.ranks.sum([*means, *flags])
-            means = [*(summed[: len(means)] / self.ranks.count)]
-            counts = zip(DEFERRED, summed[len(means) :], strict=True)
-            received = next((number for number, count in counts if count), None)
-        for (step, _, time_s), mean in zip(self.losses, means, strict=True):
+        n, received = len(self.losses), self.signals.received
+        flags = torch.tensor([received == number for number in DEFERRED]).to(self.device)
+        summed = self.ranks.sum([*(loss for _, loss, _ in self.losses), *flags])
+        for (step, _, time_s), mean in zip(self.losses, summed / self.ranks.count, strict=False):
             self.tracker.log_scalar("train/loss", mean, step, time_s=time_s)
         self.losses.clear()
-        return received
+        return next((one for one, count in zip(DEFERRED, summed[n:], strict=True) if count), None)
 
     def _train_step(self, batches: Iterator[tuple[Any, int]]) -> bool:
         """Take a step of the optimizer, of at most `accumulate` batches; False if none is left."""
+        found: list[tuple[Any, int]] = []
         with self.timer("data"):
-            found = [*islice((one for one in batches if one[1]), self.config.accumulate)]
+            for batch, n in batches:
+                found += [(batch, n)] if n else []
+                if len(found) == self.config.accumulate:
+                    break
         self.progress.has_ended = len(found) < self.config.accumulate
-        self.n_samples += sum(n for _, n in found)
-        parts = [self._split(batch, n) for batch, n in found]
-        del found  # `parts` are freed one by one
-        n_targets = sum(n for *_, n in parts)
-        if not parts:
+        if not found:
             return False
+        parts: list[Part] = []
+        n_targets: Any = 0
+        for batch, n in found:
+            parts.append(self.split(batch, n))
+            self.n_samples += n
+            n_targets += parts[-1][2]
+        del batch, found  # `parts` are freed one by one
         self.progress.step += 1
         self.compared, self.is_best = math.nan, False
         loss = self._accumulate(parts, n_targets)
         self.advance()
-        self.losses.append((self.progress.step, loss, time.time()))
+        if self.ranks.mode is None:
+            logged = loss.item() if loss.is_cpu else loss
+            self.tracker.log_scalar("train/loss", logged, self.progress.step)
+        else:
+            self.losses.append((self.progress.step, loss, time.time()))
         self.tracker.log_scalar("train/lr", self.schedule.lr, self.progress.step)
         with self.timer("step"):
-            self.scaler.step(self.optimizer, max_norm=self.config.max_norm)
+            self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
             self.schedule.advance(self.scaler.last_step.found_inf)
             self.scaler.update()
-            self.optimizer.zero_grad()
         return True
 
     def _split(self, batch: Any, n_samples: int) -> Part:
         """Return the inputs and the target of a batch, and how many targets count."""
-        with self.autocast:
-            inputs, target = self.model_call.split_for(self.model, batch)
+        inputs, target = self.model_call.split_for(self.model, batch)
         return inputs, target, self.model_call.count(target, n_samples)
 
     def _accumulate(self, parts: list[Part], n_targets: Any) -> torch.Tensor:
         """Add up the gradients of the mean loss over this rank's targets of a step; return it."""
-        timer = self.timer
         mean: torch.Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
-        while parts:
-            inputs, target, n = parts.pop(0)
-            with self.no_sync() if parts else nullcontext():
-                with timer("forward"), self.autocast:
-                    output = self.model_call.forward(self.model, inputs)
-                    loss = share(self.model_call.loss(output, target), n, n_targets)
-                del inputs, target, output
-                with timer("backward"):
-                    torch.autograd.backward(self.scaler.scale(loss))
-            mean = mean + loss.detach()
+        while len(parts) > 1:
+            with self.no_sync():
+                mean = mean + self._backward(parts, n_targets)
+        mean = mean + self._backward(parts, n_targets)
         averaged: torch.Tensor = mean / (n_targets > 0)  # of none it is NaN
         return averaged
+
+    def _backward(self, parts: list[Part], n_targets: Any) -> torch.Tensor:
+        """Take out the first batch and add its gradients; return its share of the loss."""
+        inputs, target, n = parts.pop(0)
+        with self.timer("forward"):
+            loss = share(self.loss_of(self.model, inputs, target), n, n_targets)
+        del inputs, target
+        with self.timer("backward"):
+            torch.autograd.backward(self.scaler.scale(loss))
+        return loss.detach()
+
+    def _loss_of(self, model: nn.Module, inputs: Any, target: Any) -> torch.Tensor:
+        """Return the mean loss of a batch."""
+        return self.model_call.loss(self.model_call.forward(model, inputs), target)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -248,6 +284,8 @@ class Loop:
             self.compared = compared if config.keep_best else math.nan
             is_best = self.progress.compare(compared) or not self._has_best()
             self.is_best = is_best and not math.isnan(self.compared)
+            if self.is_best and self.checkpointer is None:
+                self.best_weights = copied(self.evaluated.state_dict())
         if config.on_evaluation is not None:
             seen = {name: float(value) for name, value in numbers.items()}
             stops = config.on_evaluation(self.progress.step, seen) is True
@@ -264,11 +302,9 @@ class Loop:
         with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()
             for batch, n_samples in data:
-                inputs, target, n = self._split(batch, n_samples)
+                inputs, target, n = self.split(batch, n_samples)
                 n = n if n_samples else 0  # else all are padding of this rank's share
-                with self.autocast:
-                    output = self.model_call.forward(self.evaluated, inputs)
-                    loss = self.model_call.loss(output, target).to(device).double()
+                loss = self.loss_of(self.evaluated, inputs, target).to(device).double()
                 total += share(loss, n, 1)
                 n_targets += n
             total, n_targets = self.ranks.sum([total, n_targets])
@@ -285,7 +321,9 @@ class Loop:
         self.saved_at = self.progress.place
 
     def _has_best(self) -> bool:
-        return self.checkpointer is not None and self.checkpointer.best_path is not None
+        if self.checkpointer is None:
+            return self.best_weights is not None
+        return self.checkpointer.best_path is not None
 
     def _make_result(self, elapsed_s: float) -> TrainResult:
         regions, known = self.timer.summary(), self.tracker.summary()
@@ -352,8 +390,7 @@ class Loop:
         elif self.total != former:
             self.schedule.set_lr()
             said += f", a longer run than {former}: its next learning rate is {self.schedule.lr:g}"
-        if self.ranks.rank == 0:
-            _LOG.warning("%s: %s", folder.title, said)
+        self.said, self.is_resumed = f"{folder.title}: {said}", True
         return checkpointer
 
     def _refuse_within_epoch(self) -> None:
@@ -399,6 +436,28 @@ class Loop:
         if self.data.n_batches is None:
             return f"{config.epochs} epochs"
         return config.epochs * math.ceil(self.data.n_batches / config.accumulate)
+
+
+def check_best(config: TrainConfig, *, has_val_data: bool, has_shards: bool) -> None:
+    """Raise a ValueError if a run cannot know or keep its best weights."""
+    compares = config.keep_best or config.patience is not None
+    if compares and not has_val_data and config.metric == "loss":
+        name = "keep_best" if config.keep_best else "patience"
+        msg = f"{name}: expected val_data, whose loss says which is best, got None"
+        raise ValueError(msg)
+    if config.keep_best and config.checkpoint_dir is None and has_shards:
+        msg = "checkpoint_dir: expected a folder, which keep_best needs for shards, got None"
+        raise ValueError(msg)
+
+
+def find_call(config: TrainConfig) -> ModelCall:
+    """Return how the model is called; raise a TypeError if it could not be followed."""
+    call = config.model_call or ModelCall(config.loss_fn)
+    if type(call).__call__ is not ModelCall.__call__:
+        name = type(call).__name__
+        msg = f"model_call: {name} overrides __call__, which fine_tune does not call: override "
+        raise TypeError(msg + "split, forward, loss or count")
+    return call
 
 
 def share(loss: torch.Tensor, n: Any, n_targets: Any) -> torch.Tensor:

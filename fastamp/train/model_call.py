@@ -38,7 +38,7 @@ class ModelCall:
         torch.Size([])
     """
 
-    _is_causal = False  # of the model whose batch is split
+    _is_causal = _takes_targets = False  # of the model whose batch is split
 
     def __init__(self, loss_fn: Callable[[Tensor, Any], Tensor] | None = None) -> None:
         self.loss_fn = loss_fn
@@ -49,10 +49,21 @@ class ModelCall:
         return self.loss(self.forward(model, inputs), target)
 
     def split_for(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """Return `split(batch)`, which shifts labels if the model is a causal language model."""
-        if isinstance(batch, Mapping):
+        """Return `split(batch)`, which shifts labels if the model is a causal language model.
+
+        A model whose `forward` has an argument `targets`, as nanoGPT's, is given them.
+        """
+        if not isinstance(batch, (tuple, list, Tensor)):
             self._is_causal = _is_causal(_inside(model))
-        return self.split(batch)
+        inputs, target = self.split(batch)
+        forward, own = type(_inside(model)).forward, (type(self).split, type(self).forward)
+        is_default = own == (ModelCall.split, ModelCall.forward)
+        if not (is_default and _takes(forward, "targets")) or isinstance(inputs, Mapping):
+            return inputs, target
+        self._takes_targets = target is not None
+        names = [*inspect.signature(forward).parameters][1:]
+        columns = inputs if isinstance(inputs, tuple) else (inputs,)
+        return dict(zip(names, columns, strict=False)) | {"targets": target}, target
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into the model's inputs and the target of its output.
@@ -76,7 +87,7 @@ class ModelCall:
         ends with "ForCausalLM" or "LMHeadModel", as in Transformers, or it has the attribute
         `loss_type = "ForCausalLM"`. A `loss_fn` is given the same target.
         """
-        if isinstance(batch, Mapping):
+        if not isinstance(batch, (tuple, list, Tensor)) and isinstance(batch, Mapping):
             if "label" in batch and "labels" not in batch:
                 batch = {{"label": "labels"}.get(key, key): batch[key] for key in batch}
             ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))
@@ -114,9 +125,11 @@ class ModelCall:
 
         "labels" are passed only if the model's `forward` has such an argument.
         """
+        if isinstance(inputs, Tensor):
+            return model(inputs)
         plain = _inside(model)
         if isinstance(inputs, Mapping):
-            takes_labels = _takes_labels(type(plain).forward)
+            takes_labels = _takes(type(plain).forward, "labels")
             return model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
         if not isinstance(inputs, tuple):
             return model(inputs)
@@ -140,7 +153,7 @@ class ModelCall:
         1. `loss_fn`, called with the predictions: the output, its "logits" (attribute or key), or
            the first element of a tuple.
         2. The loss that the model computed: "loss", or an output, or first element, with 0
-           dimensions.
+           dimensions; or the second, of a model that was given `targets`.
         3. Integer targets: cross entropy that ignores -100; the target has the shape of the output
            without the dimension of the classes, which is the last or the second.
         4. Floating-point targets of the output's shape: mean squared error.
@@ -152,7 +165,7 @@ class ModelCall:
             TypeError: the output holds no predictions, or there is no target.
             ValueError: the shapes do not match, or the loss is not 0-dim.
         """
-        computed, predictions = _read(output)
+        computed, predictions = _read(output, is_after=self._takes_targets)
         loss: Any = computed
         if self.loss_fn is not None or computed is None:
             if not isinstance(predictions, torch.Tensor):
@@ -180,8 +193,15 @@ def _is_causal(model: nn.Module) -> bool:
     return declared or name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
-def _read(output: Any) -> tuple[Any, Any]:
-    """Return the loss and the predictions in an output, or None for each that is missing."""
+def _read(output: Any, *, is_after: bool = False) -> tuple[Any, Any]:
+    """Return the loss and the predictions in an output, or None for each that is missing.
+
+    The loss of a tuple comes first, or after the predictions.
+    """
+    if isinstance(output, Tensor):
+        return (None, output) if output.ndim else (output, None)
+    if is_after and isinstance(output, tuple) and len(output) == 2:
+        return output[1], output[0]
     if isinstance(output, Mapping):
         return output.get("loss"), output.get("logits")
     first, *rest = (output or [None]) if isinstance(output, (tuple, list)) else (output,)
@@ -225,6 +245,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 @cache
-def _takes_labels(forward: Callable[..., object]) -> bool:
+def _takes(forward: Callable[..., object], name: str) -> bool:
     parameters = inspect.signature(forward).parameters
-    return "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    any_name = name == "labels" and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return name in parameters or any_name

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from fastamp.step import GradScaler
 
@@ -101,7 +100,10 @@ class Schedule:
     def __init__(
         self, optimizer: Optimizer, scaler: GradScaler, lr_factor: Callable[[int], float]
     ) -> None:
-        self._scheduler, self._scaler = LambdaLR(optimizer, lr_factor), scaler
+        self._optimizer, self._scaler, self._lr_factor = optimizer, scaler, lr_factor
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._n_taken = 0
+        self.set_lr()
         self._skipped_before = 0  # by the runs that this one resumes
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
         """The flag of the last step in pinned memory, and the event of its copy."""
@@ -115,7 +117,7 @@ class Schedule:
     def lr(self) -> float:
         """The next step's rate, of the first group."""
         self.read_flag()
-        return float(self._scheduler.optimizer.param_groups[0]["lr"])
+        return float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self, found_inf: Tensor) -> None:
         """Advance after a step unless it was skipped: on the CPU now, on CUDA in `read_flag`."""
@@ -126,7 +128,7 @@ class Schedule:
             self._unread = found_inf.to("cpu", non_blocking=True), copied  # into pinned memory
             copied.record(torch.cuda.current_stream(found_inf.device))
         elif not found_inf.item():
-            self._scheduler.step()
+            self._count()
 
     def read_flag(self) -> None:
         """Advance after the last step, if its flag has not been read yet."""
@@ -134,34 +136,37 @@ class Schedule:
             (found_inf, copied), self._unread = self._unread, None
             copied.synchronize()
             if not found_inf.item():
-                self._scheduler.step()
+                self._count()
 
     def rescale(self, old_total: int, total: int) -> None:
         """Keep the share of the schedule that is done when its length in steps changes."""
-        self._scheduler.last_epoch = round(self._scheduler.last_epoch / max(old_total, 1) * total)
+        self._n_taken = round(self._n_taken / max(old_total, 1) * total)
 
     def set_lr(self) -> None:
-        """Set the learning rates of a schedule whose length has changed."""
-        groups = self._scheduler.optimizer.param_groups
-        factors = zip(self._scheduler.lr_lambdas, self._scheduler.base_lrs, strict=True)
-        for group, (factor, base_lr) in zip(groups, factors, strict=True):
-            group["lr"] = base_lr * factor(self._scheduler.last_epoch)
+        """Set the learning rates of the next step."""
+        factor = self._lr_factor(self._n_taken)
+        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(base_lr * factor)
+            else:
+                group["lr"] = base_lr * factor
+
+    def _count(self) -> None:
+        self._n_taken += 1
+        self.set_lr()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
-        base_lrs = [*self._scheduler.base_lrs]
-        n_taken = self._scheduler.last_epoch
-        return {"n_taken": n_taken, "n_skipped": self.n_skipped, "base_lrs": base_lrs}
+        lrs = {"n_taken": self._n_taken, "base_lrs": [*self._base_lrs]}
+        return lrs | {"n_skipped": self.n_skipped}
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError unless `load_state_dict` can restore it."""
-        groups = state["base_lrs"], self._scheduler.base_lrs
-        theirs, ours = ([float(lr) for lr in lrs] for lrs in groups)
+        theirs, ours = state["base_lrs"], self._base_lrs
         if theirs != ours:
             msg = f"it has the learning rates {theirs} of groups, this run's optimizer {ours}"
             raise ValueError(msg)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the optimizer's own state has the rate."""
-        self._scheduler.last_epoch, self._skipped_before = state["n_taken"], state["n_skipped"]
-        self._scheduler.base_lrs = state["base_lrs"]
+        self._n_taken, self._skipped_before = state["n_taken"], state["n_skipped"]

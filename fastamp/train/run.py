@@ -17,7 +17,8 @@ def fine_tune(
     """Train a model in place: fine-tune a pretrained one, or train one from scratch.
 
     1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed, and
-       the log says "resumed at step N of M", on standard error unless logging is set up.
+       the log says "resumed at step N of M". It also names device, precision and steps, and at the
+       end the losses, on standard error unless logging is set up.
     2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
        autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
        gradient is that of the mean over the step's targets, without those that are -100
@@ -26,7 +27,7 @@ def fine_tune(
        was taken; the loop learns of that one step later, without a wait.
     3. After every epoch, or as often as the config says: evaluation in the same precision, with
        `config.evaluate`, and a checkpoint. `config.patience` or `config.on_evaluation` may end the
-       run.
+       run. With `config.keep_best` the model has the best weights at the end, else the last ones.
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
     and a checkpoint is written. A second signal acts at once, for a step that never ends, as when

@@ -31,7 +31,7 @@ def make_data(n=N):
 
 def in_batches(batches):
     """Return a loader of given batches, as a list would be one of samples."""
-    return torch.utils.data.DataLoader(list(batches), batch_size=None)
+    return fastamp.DataLoader(list(batches), batch_size=None)
 
 
 class Dropping(torch.nn.Module):

@@ -69,6 +69,7 @@ def run(folder=None, data=None, model=None, held_out=None, **fields):
     """Train with a live scaler that overflows at first, dropout, accumulation and a schedule."""
     settings = {"max_steps": 40, "batch_size": 8, "accumulate": 2, "warmup_steps": 5, "lr": 0.01}
     settings |= {"precision": "16-mixed", "checkpoint_every": 3, "checkpoint_dir": folder}
+    settings |= {"progress": False}
     settings |= {} if "loss_fn" in fields else {"loss_fn": loud}
     config = fastamp.TrainConfig(**(settings | fields))
     model = make_model() if model is None else model

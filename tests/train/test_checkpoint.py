@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -134,6 +135,19 @@ def test_a_run_says_where_it_resumes_and_a_finished_one_is_refused(
     remedies = "more max_steps or epochs continue it, another checkpoint_dir starts anew"
     with pytest.raises(ValueError, match=f"checkpoint_dir={tmp_path}: {problem}: {remedies}"):
         run(tmp_path, **fields)
+
+
+def test_a_run_says_how_it_begins_and_how_it_ends(tmp_path, caplog):
+    fields = {"schedule": "constant", "precision": "32-true", "progress": True, "device": "cpu"}
+    for steps in (3, 5):
+        run(tmp_path, max_steps=steps, **fields)
+    begins, ends, resumes, _ = caplog.messages
+    assert begins == "fine_tune: begins at step 0 of 3, on cpu in 32-true"
+    assert re.fullmatch(r"fine_tune: 3 steps done, train_loss [\d.]+, val_loss [\d.]+", ends)
+    assert resumes == f"checkpoint_dir={tmp_path}: resumed at step 3 of 5, on cpu in 32-true"
+    caplog.clear()
+    run(max_steps=3, **(fields | {"progress": False}))
+    assert caplog.messages == []
 
 
 def test_a_run_that_was_ended_before_its_last_evaluation_makes_it(tmp_path, caplog):

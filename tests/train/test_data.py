@@ -106,6 +106,63 @@ def test_the_orders_change_as_lightnings_do():
     assert [index for _, index in ours.seen] == [index for _, index in data.seen]
 
 
+LABELS = torch.arange(6) < (torch.arange(8) % 5 + 2)[:, None]
+PADDED = torch.randint(1, 11, (8, 6), generator=torch.Generator().manual_seed(3))
+
+
+def gradient(train):
+    """Return the gradient of a tiny GPT-2 in a step of SGD with the learning rate 1."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    fields = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id"], 0)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**sizes, **fields, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, {"input_ids": PADDED * LABELS, "attention_mask": LABELS.long()})
+    return torch.cat(
+        [(a - b).flatten().detach() for a, b in zip(before, model.parameters(), strict=True)]
+    )
+
+
+def test_gradients_of_padded_text_are_those_of_hugging_faces_trainer(tmp_path):
+    """Up to the count: transformers 5.23 counts a row's first label, which no token predicts."""
+    labels = PADDED.masked_fill(~LABELS, -100)
+
+    def ours(size):
+        def train(model, columns):
+            columns["labels"] = labels
+            cut = [{k: v[i : i + size] for k, v in columns.items()} for i in range(0, 8, size)]
+            fields = {"max_steps": 1, "accumulate": 8 // size, "max_norm": None, "device": "cpu"}
+            fields |= {"optimizer": lambda parameters: torch.optim.SGD(parameters, 1.0)}
+            fine_tune(model, DataLoader(cut, batch_size=None), config=TrainConfig(**fields))
+
+        return train
+
+    def theirs(size):
+        def train(model, columns):
+            import transformers
+
+            columns["labels"] = labels
+            rows = [{k: v[i] for k, v in columns.items()} for i in range(8)]
+            fields = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
+            fields |= {"max_steps": 1, "max_grad_norm": 0, "use_cpu": True, "report_to": []}
+            fields |= {"save_strategy": "no", "disable_tqdm": True, "output_dir": tmp_path}
+            arguments = transformers.TrainingArguments(**fields, lr_scheduler_type="constant")
+            optimizer = torch.optim.SGD(model.parameters(), 1.0)
+            trainer = transformers.Trainer(
+                model, arguments, train_dataset=rows, optimizers=(optimizer, None)
+            )
+            trainer.train()
+
+        return train
+
+    whole, cut, by_trainer = (gradient(train) for train in (ours(8), ours(4), theirs(4)))
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-6)
+    n, n_by_trainer = ((each != -100).sum() for each in (labels[:, 1:], labels))
+    torch.testing.assert_close(by_trainer * n_by_trainer / n, whole, rtol=0, atol=1e-6)
+
+
 def make_text(n=8):
     """Return sequences, and targets of which each sequence has another number that counts."""
     generator = torch.Generator().manual_seed(2)

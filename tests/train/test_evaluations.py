@@ -98,6 +98,22 @@ def test_the_best_checkpoint_is_that_of_the_metric(mode, best, tmp_path):
     assert result.best_checkpoint == tmp_path / f"step-{best:08}.pt"
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_the_model_has_the_best_weights_at_the_end(has_folder, tmp_path):
+    numbers, weights = iter([0.1, 0.3, 0.2]), []
+
+    def evaluate(model):
+        weights.append([tensor.clone() for tensor in model.state_dict().values()])
+        return {"auc": next(numbers)}
+
+    model, (data, _) = make_model(), fold(0)
+    folder = tmp_path if has_folder else None
+    fields = {"keep_best": True, "metric": "auc", "mode": "max", "checkpoint_dir": folder}
+    fine_tune(model, data, config=TrainConfig(evaluate=evaluate, device="cpu", **fields))
+    assert all(map(torch.equal, model.state_dict().values(), weights[1]))
+    assert not any(map(torch.equal, model.state_dict().values(), weights[2]))
+
+
 def test_a_callback_sees_each_evaluation_and_ends_the_run():
     seen = []
 

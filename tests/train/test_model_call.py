@@ -129,6 +129,46 @@ def test_a_loss_that_the_model_computes_is_taken():
     assert ModelCall(functional.l1_loss)(Computes(Output), batch).item() == 1
 
 
+class NanoGpt(torch.nn.Module):
+    """Predicts the last token only, unless it is given targets."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7)
+
+    def forward(self, idx, targets=None):
+        hidden = self.embed(idx)
+        if targets is None:
+            return self.head(hidden[:, [-1]]), None
+        logits = self.head(hidden)
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [None, lambda logits, y: functional.cross_entropy(logits.mT, y)]
+)
+def test_a_model_of_nanogpts_form_is_given_its_targets(loss_fn):
+    ids = torch.randint(7, (3, 6), generator=torch.Generator().manual_seed(0))
+    x, y = ids[:, :-1], ids[:, 1:]
+    expected = NanoGpt()(x, y)[1]
+    torch.testing.assert_close(ModelCall(loss_fn)(NanoGpt(), (x, y)), expected)
+    model = NanoGpt()
+    config = TrainConfig(loss_fn=loss_fn, max_steps=1, batch_size=3, device="cpu")
+    result = fine_tune(model, (x, y), (x, y), config)
+    assert result.train_loss.values.tolist() == pytest.approx([expected.item()])
+    assert result.val_loss.values.tolist() == pytest.approx([model(x, y)[1].item()])
+
+
+def test_a_call_of_ones_own_gives_targets_itself():
+    class Own(ModelCall):
+        def forward(self, model, inputs):
+            return model(inputs, torch.zeros(inputs.shape, dtype=torch.long))[0]
+
+    ids = torch.randint(7, (3, 6))
+    assert Own()(NanoGpt(), (ids, ids)).ndim == 0
+
+
 def test_several_inputs_and_other_dimensions():
     torch.manual_seed(0)
     model = torch.nn.Bilinear(3, 4, 5)

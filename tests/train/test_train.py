@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import re
+import sys
 import time
 
 import numpy as np
@@ -23,6 +25,7 @@ from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.text import load_corpus
 from fastamp.train import random_state
 from fastamp.train.batches import Batches
+from fastamp.train.loop import check_best
 from fastamp.train.ranks import Ranks
 from fastamp.train.result import compare_ranks
 
@@ -56,6 +59,29 @@ def test_a_small_gpt_learns_the_interpreters_sources():
     precision = "16-mixed" if torch.cuda.is_available() else "32-true"
     text = rf"{result.steps} steps in {precision}, \d skipped\ntrain_loss: 5\."
     assert re.match(text, str(result))
+
+
+def test_a_step_makes_few_calls_of_python():
+    """A loop by hand of the same parts makes some 93, most of them the model's and autograd's."""
+    if "cpu" not in fastamp.backends():
+        pytest.skip("needs the compiled core")
+    names, n = [], itertools.count()
+
+    def note(frame, event, _):
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    def loss_fn(output, target):
+        place = next(n)
+        if place in (20, 40):
+            sys.setprofile(note if place == 20 else None)
+        return functional.cross_entropy(output, target)
+
+    layers = [torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh()]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 2))
+    config = TrainConfig(epochs=1, batch_size=8, device="cpu", loss_fn=loss_fn, log_every=1000)
+    fine_tune(model, make_data(8 * 50), config=config)
+    assert len(names) <= 20 * 131
 
 
 def digits(device="cpu"):
@@ -421,6 +447,10 @@ def test_numpys_numbers_are_pythons():
 def test_the_best_of_no_evaluation_is_refused():
     with pytest.raises(ValueError, match="keep_best: expected val_data, whose loss says"):
         fine_tune(make_model(), make_data(), config=TrainConfig(keep_best=True))
+    with pytest.raises(
+        ValueError, match="checkpoint_dir: expected a folder, which keep_best needs"
+    ):
+        check_best(TrainConfig(keep_best=True), has_val_data=True, has_shards=True)
 
 
 def test_a_subclass_of_tuple_is_a_tuple_of_columns():
