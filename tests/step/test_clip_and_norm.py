@@ -153,6 +153,12 @@ def test_gradients_that_are_short_enough_keep_their_bits(backend, device, max_no
     assert torch.equal(parameter.grad, grad)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_nonfinite_norm_spoils_the_gradients_as_in_torch(backend, device, bad):
+    found = by_both("clip_grad_norm_", [torch.tensor([1.0, bad, -3.0], device=device)], 1.0)
+    torch.testing.assert_close(*found, equal_nan=True)
+
+
 def test_error_if_nonfinite_names_the_parameter_and_changes_nothing(backend, device):
     grads = [random(10, torch.float32, device, seed=i) for i in range(4)]
     grads[2][3] = math.nan

@@ -42,6 +42,22 @@ def test_gradients_end_unscaled_and_clipped(backend, device, how, name):
     assert {t.device.type for t in (report.norm, report.clip_coef, report.found_inf)} == {device}
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_earlier_read_that_found_inf_skips_though_gradients_were_mended(
+    backend, device, name, max_norm
+):
+    (parameter,) = parameters_with(torch.tensor([math.inf, 1.0], device=device))
+    optimizer, scaler = OPTIMIZERS[name]([parameter]), make_scaler(fastamp.GradScaler, device)
+    scaler.scale(torch.ones((), device=device))
+    scaler.unscale_(optimizer)
+    parameter.grad.fill_(1.0)
+    scaler.step(optimizer, max_norm=max_norm)
+    assert scaler.last_step.skipped
+    assert not parameter.any()
+    assert scaler.skipped_steps == 1
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_a_scale_that_the_user_set_is_torchs(backend, device, name):
     found = []
