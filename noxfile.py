@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,49 +152,6 @@ def package(session: nox.Session) -> None:
         session.error("a package has to be smaller than 3 MB")
 
 
-ARM_NAMES = "numpy sympy networkx jinja2 fsspec filelock typing-extensions setuptools pytest"
-ARM_NAMES += " pytest-xdist hypothesis"
-ARM_STEP = ["clip_and_norm", "equivalence", "skips", "ways", "noticed"]
-ARM_DATA = ["gather", "collate"]
-
-
-@nox.session
-def arm(session: nox.Session) -> None:
-    """Compile for aarch64, and test the step, the loader and the timer on an emulated one.
-
-    By hand, as root on Debian 12 with Python 3.11, debootstrap, g++-aarch64-linux-gnu and
-    qemu-user-static, which binfmt_misc knows. It takes half an hour; options go to pytest. Tests
-    that start processes may hang: qemu loses threads' locks when it forks.
-    """
-    root = Path("build", "arm64").absolute()
-    packages = root / "usr/local/lib/python3.11/dist-packages"
-    if not (root / "usr/bin/python3.11").exists():
-        options = ("--arch=arm64", "--variant=minbase", "--include=python3,libgomp1")
-        session.run("debootstrap", *options, "bookworm", str(root), external=True)
-    pip = ["python", "-m", "pip", "install", "-q", "--upgrade", f"--target={packages}"]
-    pip += ["--only-binary=:all:", "--implementation=cp", "--python-version=3.11"]
-    pip += [f"--platform=manylinux_2_{minor}_aarch64" for minor in (28, 27, 17)]
-    if not (packages / "torch").exists():
-        # The newest torch whose wheel for aarch64 holds no CUDA code.
-        session.run(*pip, "--no-deps", "torch==2.10.0")
-    session.run(*pip, "-c", "constraints.txt", *ARM_NAMES.split())
-    session.env["CXX"] = "aarch64-linux-gnu-g++"
-    built = Path(install(session, "arm", FASTAMP_CUDA="OFF"))
-    extension = next(built.glob("fastamp/*.so"))  # named by the Python that runs here
-    extension.rename(extension.with_name("_native.cpython-311-aarch64-linux-gnu.so"))
-    shutil.rmtree(packages / "fastamp", ignore_errors=True)
-    shutil.copytree(built, packages, dirs_exist_ok=True)
-    for name in ("csrc", "tests", "pyproject.toml", "CMakeLists.txt"):
-        session.run("cp", "-rT", name, f"{root}/root/{name}", external=True)
-    tests = [f"tests/step/test_{name}.py" for name in ARM_STEP]
-    tests += ["tests/timer", *(f"tests/data/test_{name}.py" for name in ARM_DATA)]
-    pytest = "cd /root && exec python3 -I -m pytest -q -n 0 -p no:cacheprovider"
-    inside = f"{pytest} {' '.join(session.posargs or tests)}"
-    mounts = "".join(f"mount --rbind /{name} {root}/{name} && " for name in ("proc", "sys", "dev"))
-    command = f"{mounts}exec chroot {root} /bin/sh -c '{inside}'"
-    session.run("unshare", "--mount", "/bin/sh", "-c", command, external=True)
-
-
 def sanitizer_env(session: nox.Session, kind: str) -> dict[str, str]:
     """Return the environment variables for Python to run code that is built with a sanitizer."""
     names = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}[kind]
@@ -265,10 +221,10 @@ def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
 def sanitize(session: nox.Session) -> None:
     """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
     step = (
-        "adamw",
         "clip_and_norm",
         "equivalence",
         "kept",
+        "lean",
         "noticed",
         "noticed_gradients",
         "skips",
@@ -289,40 +245,6 @@ def run_script(session: nox.Session, name: str, *options: str) -> None:
 
 
 @nox.session
-def large(session: nox.Session) -> None:
-    """Run the suite with all combinations of parameters, not only every pair of values."""
-    env = {"FASTAMP_AT_LARGE": "1"}
-    session.run("python", "-I", "-m", "pytest", *session.posargs, env=env)
-
-
-@nox.session
-def properties(session: nox.Session) -> None:
-    """Draw 3,000 examples for each property of the step, the update and changes between steps."""
-    env = {"FASTAMP_EXAMPLES": "3000"}
-    names = ("properties", "update_properties", "noticed_properties")
-    options = session.posargs or [f"tests/step/test_{name}.py" for name in names]
-    session.run("python", "-I", "-m", "pytest", *options, env=env)
-
-
-@nox.session
-def soak(session: nox.Session) -> None:
-    """Use all of fastamp at random, for an hour or `--minutes M`; memory and threads stay flat."""
-    run_script(session, "soak")
-
-
-@nox.session
-def passes(session: nox.Session) -> None:
-    """End 20,000 passes over thread workers in every way: nothing is left; `-- --passes N`."""
-    run_script(session, "thread_trials")
-
-
-@nox.session
-def loader_kills(session: nox.Session) -> None:
-    """Kill loops over every kind of data 30 times: they resume exactly, with other workers."""
-    run_script(session, "loader_kills")
-
-
-@nox.session
 def streams(session: nox.Session) -> None:
     """Run 10,000 schedules of streams, threads and devices on a model of torch.cuda."""
     run_script(session, "stream_schedules")
@@ -330,18 +252,8 @@ def streams(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kill runs, send them signals, refuse their writes: nothing is lost that was saved.
-
-    `--kills N --signals N --failures N --loops N` set other numbers.
-    """
+    """Kill runs and loops, send signals, refuse writes: nothing saved is lost; `-- --help`."""
     run_script(session, "fault_trials")
-
-
-@nox.session
-def loops(session: nox.Session) -> None:
-    """Strike hand-written loops 100 times: kills, signals, a full disk, losses of power."""
-    others = ("--kills", "0", "--signals", "0", "--failures", "0")
-    run_script(session, "fault_trials", *others)
 
 
 @nox.session
@@ -349,21 +261,6 @@ def fuzz(session: nox.Session) -> None:
     """Fuzz what is parsed or unpacked, and the native passes; `-- --help` lists the options."""
     env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}
     session.run("python", "-m", "support.fuzz_run", *session.posargs, env=env)
-
-
-@nox.session(venv_backend="venv")
-def browser(session: nox.Session) -> None:
-    """Look at the bench's pages, or HTML files and folders in the options, in headless Chromium.
-
-    It needs the system's browser: apt-get install chromium chromium-driver.
-    """
-    paths = session.posargs
-    if not paths:
-        paths = [session.create_tmp()]
-        script = ("tests/support/bench_pages.py", *paths)  # with the fastamp that is active
-        session.run(sys.executable, *script, external=True, env={"PYTHONPATH": "tests"})
-    session.install("-c", "constraints.txt", "selenium")
-    session.run("python", "tests/support/browser.py", *paths)
 
 
 @nox.session
@@ -380,9 +277,3 @@ def docs(session: nox.Session) -> None:
     for path in (each for each in built.rglob("*") if each.suffix in {".html", ".css", ".js"}):
         if found := asks.search(path.read_text(encoding="utf-8")):
             session.error(f"{path} would ask another host: {found[0]}")
-
-
-@nox.session
-def bench(session: nox.Session) -> None:
-    """Run the main job with this environment; options go to it."""
-    session.run("python", "-I", "-m", "fastamp.bench", *session.posargs)

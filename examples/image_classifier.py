@@ -44,7 +44,7 @@ def main():
             with timer("step"):
                 scaler.step(optimizer, max_norm=1.0)
                 scaler.update()
-                if not scaler.last_step.skipped:  # waits for a GPU: see docs/guides/fp16.md
+                if not scaler.last_step.skipped:  # waits for a GPU: see docs/guides/your-loop.md
                     scheduler.step()
             optimizer.zero_grad()
             tracker.log_scalar("train/loss", loss, step)

@@ -1,7 +1,4 @@
-"""Who may include or import whom, and what CONTRIBUTING says of each folder.
-
-The rules of the house stand in the tables below.
-"""
+"""Who may include or import whom: the rules of the house stand in the tables below."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ INCLUDES = {
         for name in (
             "cuda.cu",
             "update.cu",
-            "kept.cu",
+            "lean.cu",
             "launcher.cuh",
             "convert.cuh",
             "device.h",
@@ -146,16 +143,9 @@ def has_conditional(text: str) -> bool:
     return re.search(r"^\s*#\s*(if|ifdef|ifndef|elif)\b", text, re.MULTILINE) is not None
 
 
-def described(contributing: str) -> dict[str, set[str]]:
-    """Return the modules that CONTRIBUTING lists, by folder: rows of "| `folder/` | `a`, ... |"."""
-    rows = re.findall(r"^\| `([\w/]+)/` \|(.*)\|$", contributing, re.MULTILINE)
-    return {folder: {*re.findall(r"`(\w+)`", text)} for folder, text in rows}
-
-
 CXX = sources("csrc", "*.h", "*.cuh", "*.cpp", "*.cu")
 PYTHON = sources("fastamp", "*.py")
 LABORATORY = sources("benchmarks", "*.py")
-FOLDERS = {path.parent for path in (*CXX, *PYTHON, *LABORATORY)}
 
 
 @pytest.mark.parametrize("path", CXX, ids=lambda p: str(p.relative_to(ROOT)))
@@ -253,20 +243,6 @@ def test_preprocessor_conditionals_live_in_one_file():
     found = [path.name for path in CXX if has_conditional(path.read_text())]
     assert found == ["macros.h"]
     assert has_conditional("int a;\n  #  ifdef __CUDACC__\n")
-
-
-def test_contributing_lists_every_module_in_the_line_of_its_folder():
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    there = {
-        folder.relative_to(ROOT).as_posix(): {
-            path.stem for path in (*CXX, *PYTHON, *LABORATORY) if path.parent == folder
-        }
-        - {"__init__", "__main__"}
-        for folder in FOLDERS
-    }
-    assert described(contributing) == there
-    row = "| `fastamp/step/` | `scaler` steps, `clip` clips |"
-    assert described(row) == {"fastamp/step": {"scaler", "clip"}}
 
 
 def test_no_two_modules_have_the_same_name():
