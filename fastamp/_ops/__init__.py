@@ -10,12 +10,12 @@ from fastamp._ops.choose import (
     warn_of_fallback,
 )
 from fastamp._ops.grads import Grads
-from fastamp._ops.held import gather, hold, replicated
+from fastamp._ops.over_ranks import gather, hold, replicated
 from fastamp._ops.private import (
     has_step_hook,
     in_dispatch_mode,
     is_profiling,
-    note_step_called,
+    note_step,
     untraced,
 )
 from fastamp._ops.torch_update import TorchBackend

@@ -60,8 +60,8 @@ def reduce(tensors: Sequence[Tensor]) -> Reduced:
 
 
 @torch.no_grad()
-def join(parts: Sequence[Reduced]) -> Reduced:
-    """Join the sums of several parts, on the device of the first."""
+def add_up(parts: Sequence[Reduced]) -> Reduced:
+    """Add up the sums of several parts, on the device of the first."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0].total
@@ -98,16 +98,16 @@ def rescale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return
     for is_wide in (False, True):  # the factor is as wide as the tensors
-        alike = [t for t in tensors if (t.dtype in _WIDE) == is_wide]
-        if not alike:
+        of_width = [t for t in tensors if (t.dtype in _WIDE) == is_wide]
+        if not of_width:
             continue
-        own = factor.to(torch.float64 if is_wide else torch.float32)
-        listed = [t for t in alike if _is_listed(t)]
+        rounded = factor.to(torch.float64 if is_wide else torch.float32)
+        listed = [t for t in of_width if _is_listed(t)]
         if listed:
-            multiply_([_once(t) for t in listed], own)
-        for other in alike:
+            multiply_([_once(t) for t in listed], rounded)
+        for other in of_width:
             if not _is_listed(other):
-                other.mul_(own)
+                other.mul_(rounded)
 
 
 def _is_listed(tensor: Tensor) -> bool:

@@ -78,9 +78,13 @@ def key_of(seed: int, step: int) -> int:
 
 def noise_of(states: list[Tensor], weights: Tensor, key: int) -> Tensor:
     """Return the random bits of elements: of their first state, weight and place in their row."""
-    row = max(weights.shape[1:].numel(), 1)
-    places = (torch.arange(weights.numel(), device=weights.device) % row).to(torch.int32)
-    places = places.as_strided(weights.shape, weights.stride())  # in the order of memory
+    row = weights.shape[1:].numel()
+    if weights.is_contiguous():
+        places = torch.arange(row, dtype=torch.int32, device=weights.device)
+        places = places.view(weights.shape[1:])
+    else:
+        places = (torch.arange(weights.numel(), device=weights.device) % row).to(torch.int32)
+        places = places.as_strided(weights.shape, weights.stride())  # in the order of memory
     bits = bits_of(weights) * _signed(0x9E3779B1) + places
     return mix(bits ^ bits_of(states[0]) if states else bits, key)
 
@@ -114,13 +118,12 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     Returns:
         float32, of the codes' shape.
     """
-    blocks = _in_blocks(codes).int()
-    magnitudes = blocks & 127 if signed else blocks
-    values = ((magnitudes << _DROPPED) + _ONE).view(torch.float32) - (1 - _LEAST[signed])
-    values *= scales[..., None]
-    if signed:
-        bits_of(values).bitwise_or_((blocks & 128) << 24)
-    return _in_rows(values, codes.shape)
+    blocks = _in_blocks(codes)
+    every = torch.arange(128 if signed else 256, dtype=torch.int32, device=codes.device)
+    values = ((every << _DROPPED) + _ONE).view(torch.float32) - (1 - _LEAST[signed])
+    table = torch.cat([values, -values]) if signed else values
+    found = table.index_select(0, blocks.flatten().int()).view(blocks.shape)
+    return _in_rows(found.mul_(scales[..., None]), codes.shape)
 
 
 def encode(values: Tensor, *, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ class Grads:
         """The first gradient's, which the statistics are on."""
 
     @property
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All gradients, of DTensors this rank's shards."""
         return [tensor for part in self._parts for tensor in part.tensors]
 
@@ -71,7 +71,7 @@ class Grads:
             return fallback.finish(self._reduce(self._parts), clip)
         if len(self._parts) == 1:
             return self._parts[0].measure(clip)
-        return fallback.finish(fallback.join([part.reduce() for part in self._parts]), clip)
+        return fallback.finish(fallback.add_up([part.reduce() for part in self._parts]), clip)
 
     def rescale_(self, factor: Tensor) -> None:
         """Multiply every element by a 0-dim tensor, rounding once to its dtype.
@@ -84,7 +84,7 @@ class Grads:
             part.rescale_(factor)
 
 
-def split(tensors: Sequence[Tensor]) -> list[Part]:
+def parts_of(tensors: Sequence[Tensor]) -> list[Part]:
     """Hand each of one or more tensors to a backend: a part for each device, or two."""
     backend = backend_for(tensors[0].device)
     if backend is not None and not (part := Part(tensors, backend)).packed.rest:
@@ -93,12 +93,12 @@ def split(tensors: Sequence[Tensor]) -> list[Part]:
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
     parts = []
-    for device, own in by_device.items():
+    for device, listed in by_device.items():
         backend = backend_for(device)
-        part = Part(own, backend)
-        rest = range(len(own)) if part.packed is None else part.packed.rest
-        if len(rest) < len(own):
+        part = Part(listed, backend)
+        rest = range(len(listed)) if part.packed is None else part.packed.rest
+        if len(rest) < len(listed):
             parts.append(part)
         if rest:
-            parts.append(Part([own[i] for i in rest]))
+            parts.append(Part([listed[i] for i in rest]))
     return parts

@@ -46,12 +46,13 @@ def has_step_hook(own: dict[str, Any]) -> bool:
     )
 
 
-def note_step_called(stepped: Optimizer) -> None:
-    """Note that `step` was called, as the wrapper of torch's schedulers does.
+def note_step(optimizer: Optimizer) -> None:
+    """Note that a step was made, as the wrapper of torch's schedulers around `step` does.
 
     A scheduler warns if it steps before its optimizer. Without the name it would warn.
     """
-    stepped._opt_called = True  # type: ignore[attr-defined]
+    if "step" in vars(optimizer):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fastamp._ops.grads import Grads, Part, split
+from fastamp._ops.grads import Grads, Part, parts_of
 from fastamp._ops.types import Reduced, local_of
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def shards_of(
     parts, of_parts = [], []
     for layout, held in layouts.items():
         # A rank that holds nothing of a layout joins its all-reduce with an empty tensor.
-        found = split(held or [torch.empty(0, dtype=torch.float32, device=device)])
+        found = parts_of(held or [torch.empty(0, dtype=torch.float32, device=device)])
         parts += found
         of_parts += [layout] * len(found)
     meshes = {id(each.device_mesh): each.device_mesh for each in placed if process_group is None}

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from fastamp._ops.types import NO_GRADIENT, NO_STATE, Why
 DTYPES = (torch.float32, torch.bfloat16)
 """Of parameters. A float16 weight would need a scale, as its gradients do."""
 
+_PART = 1 << 14  # elements; torch gives operators on 2^15 and more to several threads
 CONVERTS = "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
 
 
@@ -200,11 +202,29 @@ def _update_one(
     factor: float,
 ) -> None:
     """Update one parameter by csrc/step/rules.h, each operation rounded by itself."""
+    state["step"] += 1
+    step = int(state["step"].item())
+    rows = len(param) if param.dim() and param.is_contiguous() else 0
+    size = max(_PART // max(param.shape[1:].numel(), 1), 1) if rows else 1
+    parts: list[Any] = [slice(at, at + size) for at in range(0, rows, size)]
+    for part in parts or [...]:
+        own = {name: value[part] if value.dim() else value for name, value in state.items()}
+        _update_part(rule, group, param[part], grad[part], own, factor, step)
+
+
+def _update_part(
+    rule: str,
+    group: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    state: dict[str, Any],
+    factor: float,
+    step: int,
+) -> None:
+    """Update some rows of a parameter: all tensors on the way stay in the cache."""
     values = grad.float() * factor
     if group["maximize"]:
         values = -values
-    state["step"] += 1
-    step = int(state["step"].item())
     states = states_of(rule, group)
     before = [each.read(state) for each in states]
     weights, *after = RULES[rule][1](group, step, values, read_weights(param, state), *before)
@@ -282,4 +302,6 @@ def _power(base: float, exponent: int) -> float:
 
 def _root(values: Tensor) -> Tensor:
     """Return correctly rounded roots: the last bit of MKL's float32 ones is sometimes wrong."""
-    return values.double().sqrt().float() if values.device.type == "cpu" else values.sqrt()
+    if values.device.type != "cpu":
+        return values.sqrt()
+    return torch.from_numpy(np.asarray(np.sqrt(values.numpy())))

@@ -9,11 +9,11 @@ from functools import partial
 
 from fastamp.bench.arms import choose_precisions, list_arms
 from fastamp.bench.jobs import JOBS, MAIN, describe
+from fastamp.bench.jobs.vision import why_none
 from fastamp.bench.main_job import announce
 from fastamp.bench.measure import Results, race_task
 from fastamp.bench.options import refuse
-from fastamp.bench.photos import why_none
-from fastamp.bench.race import UNTOLD, Interval, find_noise
+from fastamp.bench.race import UNTOLD, find_noise
 from fastamp.bench.record import Measurement, Report, Task
 from fastamp.bench.targets import find_fastest, make_rows, measure_gains
 
@@ -61,24 +61,11 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
 
 def _say(found: dict[str, Results], gains: dict[str, list[Measurement]]) -> str:
     """Return what fastamp adds to each task in the precision that is fastest there."""
-    made: list[str] = []
-    equal: list[str] = []
-    unclear: list[str] = []
+    said = []
     for name, each in found.items():
         wanted = f"{name}/fastamp/{find_fastest(each)}"
-        gain = next(gain for gain in gains[name] if gain.name == wanted)
-        ratio = gain.interval or Interval.exact(float("nan"))
-        if gain.verdict == UNTOLD or find_noise({name: each.race}):
-            unclear.append(f"{name} ({ratio.text('.2f', 'x')})")
-        elif gain.verdict == "equal":
-            equal.append(name)
-        else:
-            made.append(f"{name} {ratio.value:.2f}x")
-    parts = [f"makes {_join(made)} as fast" if made else ""]
-    parts += [f"changes {_join(equal)} by less than 2 %" if equal else ""]
-    parts += [f"cannot be judged in {_join(unclear)}" if unclear else ""]
-    return f"Compared with torch in the same precision, fastamp {_join([*filter(None, parts)])}."
-
-
-def _join(words: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+        [gain] = [gain for gain in gains[name] if gain.name == wanted]
+        verdict = UNTOLD if find_noise({name: each.race}) else gain.verdict
+        ratio = each.race.ratio(gain.arm, gain.base).value
+        said.append(f"{name} {ratio:.2f}x ({verdict})")
+    return f"Times as fast as torch in the same precision: {', '.join(said)}."

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import subprocess
 from pathlib import Path
 
 import torch
@@ -56,24 +55,11 @@ def describe(device: str) -> dict[str, object]:
         "platform": platform.platform(),
         "device": device,
         "device_name": torch.cuda.get_device_name() if cuda else cpu,
-        "cpu": cpu,
         "cores": os.cpu_count(),
         "bf16_units": sorted(cpu_features() & BF16_UNITS),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda if cuda else None,
-        "driver": find(r"(\d+\.\d+(\.\d+)?)", "/proc/driver/nvidia/version"),
-        "load": list(os.getloadavg()),
-        "git_revision": _git_revision(),
     }
-
-
-def _git_revision() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 def count_cores() -> int:

@@ -18,10 +18,10 @@ from fastamp.bench.arms import (
 )
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.jobs import JOBS, MAIN, describe
+from fastamp.bench.jobs.vision import why_none
 from fastamp.bench.measure import Results, last_loss, race_task
 from fastamp.bench.options import DEFAULT, number, refuse, say
 from fastamp.bench.peaks import MEMORY_KINDS, peak_memory
-from fastamp.bench.photos import why_none
 from fastamp.bench.race import Interval
 from fastamp.bench.record import Measurement, Report, Task
 from fastamp.bench.targets import (

@@ -35,7 +35,7 @@ from fastamp.bench.race import (
 )
 from fastamp.timer.timer import align
 
-SCHEMA_VERSION = 9  # raised when a field of the record is added, removed or changes its meaning
+SCHEMA_VERSION = 10  # raised when a field of the record is added, removed or changes its meaning
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
 WIDTH = 100  # columns of a sentence
@@ -156,8 +156,7 @@ def run_cases(
         races = collect(build, names, plan, is_apart=True, tick=tick)
     known, rows, found = {}, [], []
     for name, race in races.items():
-        amounts, of_build = race.builds[0].found
-        known[name] = details(race) | of_build
+        amounts, known[name] = race.builds[0].found, details(race)
         for arm in race.arms if amounts else ():
             time_s = race.quartiles_s(arm)[1]
             known[name][arm] = {n: amount / time_s for n, amount in amounts.items()}
@@ -177,7 +176,7 @@ def _build_cases(
     for name in names:
         case = make(name)
         builds[name] = run_build(case, plan, device=device, seed=seed * 1000 + number)
-        builds[name].found = (dict(case.amounts), dict(case.details))
+        builds[name].found = dict(case.amounts)
         del case
         gc.collect()
     return builds
@@ -237,7 +236,7 @@ def _describe_builds(races: Mapping[str, Race]) -> list[str]:
     builds = f"{least} builds" if least == most else f"{least} to {most} builds of a race"
     known = [share for share in shares if share is not None]
     waited = f"at most {max(known):.1%} of the time" if known else "not counted here"
-    return [f"{builds} {kinds}; threads waited for cores that others had: {waited}"]
+    return [f"{builds} {kinds}; threads waited for a core: {waited}"]
 
 
 def _finite(value: object) -> object:

@@ -280,6 +280,8 @@ def compute_loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
     with _MODEL:
         inputs, target = call.split(batch)
         output = call.forward(model, inputs)
+    wanted = "predictions in a tensor, or with a loss of None its own loss"
+    expect(not isinstance(output, list), "model", wanted, "a list")
     with _LOSS:
         return call.loss(output, target)
 
@@ -355,9 +357,10 @@ def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of a batch's first tensor."""
-    sizes = (len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
-    return next(sizes, 1)
+    """Return the length of a batch's first tensor, or list, as of images of several sizes."""
+    leaves = tree_leaves(batch, lambda part: isinstance(part, list) and part is not batch)
+    found = (part for part in leaves if isinstance(part, list) or getattr(part, "ndim", False))
+    return next(map(len, found), 1)
 
 
 def short(value: Any) -> str:

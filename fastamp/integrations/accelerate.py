@@ -128,8 +128,6 @@ class _Accelerator(Methods):
         _check(optimizer)
         _Optimizer.put_before(optimizer)
         optimizer._stepper = self._stepper
-        if optimizer.scaler is not None:
-            optimizer.scaler = self.scaler
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss if there is a scaler, and compute gradients; see Accelerate."""

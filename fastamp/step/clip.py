@@ -1,7 +1,5 @@
 """torch.nn.utils' gradient clipping with an exact norm: one read, at most one write."""
 
-import types
-import warnings
 from collections.abc import Iterable
 
 import torch
@@ -60,24 +58,21 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    is_generator = isinstance(parameters, types.GeneratorType)
-    parameters = _as_list(parameters)
-    if is_generator and not parameters:
-        message = "`parameters` is an empty generator, no gradient clipping will occur."
-        warnings.warn(message, stacklevel=3)
-    grads = _grads_of(parameters)
+    given, parameters = parameters, _as_list(parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     max_norm = as_bound("max_norm", max_norm)
     norm_type = float(norm_type)
-    if norm_type != 2 or torch.compiler.is_compiling():
-        return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    held = _ops.hold(grads, owners=parameters)
-    if held is None:
-        return torch.tensor(0.0)
-    _refuse_inference_tensors(held.held)
-    stats = held.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
+    read = None
+    if norm_type == 2 and not torch.compiler.is_compiling():
+        read = _ops.hold(grads, owners=parameters)
+    if read is None:  # torch warns of an empty generator
+        given = parameters or given
+        return torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    _refuse_inference_tensors(read.tensors)
+    stats = read.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
     if error_if_nonfinite and not stats.norm.isfinite():
         raise RuntimeError(_nonfinite_message([p.grad for p in parameters]))
-    held.rescale_(stats.factor)
+    read.rescale_(stats.factor)
     return _ops.replicated(stats.norm, grads)
 
 
@@ -110,14 +105,12 @@ def get_total_norm(
     """
     tensors = _as_list(tensors)
     norm_type = float(norm_type)
-    if not tensors:
-        return torch.tensor(0.0)
-    held = None
+    read = None
     if norm_type == 2 and not torch.compiler.is_compiling():
-        held = _ops.hold(tensors)
-    if held is None:
+        read = _ops.hold(tensors)
+    if read is None:
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    norm = held.measure(_ops.Clip()).norm
+    norm = read.measure(_ops.Clip()).norm
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(_nonfinite_message(tensors))
     return _ops.replicated(norm, tensors)
@@ -128,12 +121,6 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return list(tensors)
-
-
-def _grads_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that are not None."""
-    grads = [parameter.grad for parameter in parameters]
-    return [grad for grad in grads if grad is not None]
 
 
 def _refuse_inference_tensors(grads: list[Tensor]) -> None:
@@ -149,8 +136,8 @@ def _nonfinite_message(tensors: Iterable[Tensor | None]) -> str:
     """Say which gradient is not finite, in torch's words."""
     where = "in a gradient of another rank"
     for i, tensor in enumerate(tensors):
-        held = [] if tensor is None else [_ops.local_of(tensor)]
-        if not get_total_norm(held).isfinite():
+        read = [] if tensor is None else [_ops.local_of(tensor)]
+        if not get_total_norm(read).isfinite():
             where = f"first in the gradient of parameters[{i}]"
             break
     return (

@@ -168,7 +168,7 @@ def _step_at_once(  # noqa: C901, PLR0912 - the hot path: no calls of Python to 
         skipped.add_(before)
     for each in optimizers:
         if "step" in vars(each):
-            native.note_step(each)
+            _ops.note_step(each)
     return found  # type: ignore[no-any-return]
 
 
@@ -215,7 +215,7 @@ def rescale(grads: Grads, stats: Any, states: list[dict[str, Any]]) -> None:
 
 def refuse_float16(grads: Grads) -> None:
     """Raise torch's error for float16 gradients, which only fused optimizers support."""
-    if any(grad.dtype == torch.float16 for grad in grads.held):
+    if any(grad.dtype == torch.float16 for grad in grads.tensors):
         msg = "Attempting to unscale FP16 gradients."
         raise ValueError(msg)
 

@@ -261,16 +261,16 @@ def compare_ranks(optimizer: Optimizer, why: Why | None) -> None:
     if optimizer in _compared or not isinstance(optimizer, getattr(torch.optim, "Muon", ())):
         return
     _compared.add(optimizer)
-    are_alike = True
+    agree = True
     for mesh in dict.fromkeys(p.device_mesh for p in params):
         has = [p.grad is not None for p in params if p.device_mesh == mesh]
-        told: list[Any] = [(why is None, has)]
+        here: list[Any] = [(why is None, has)]
         for ranks in mesh.get_all_groups():
             found: list[Any] = [None] * ranks.size()
-            dist.all_gather_object(found, told, ranks)
-            told = [one for some in found for one in some]
-        are_alike = are_alike and all(one == told[0] for one in told)
-    if not are_alike:
+            dist.all_gather_object(found, here, ranks)
+            here = [one for some in found for one in some]
+        agree = agree and all(one == here[0] for one in here)
+    if not agree:
         msg = "Muon's sharded matrices need the same step hooks, and gradients of the same "
         msg += "matrices, on all ranks" + ("" if why is None else f"; here torch steps: {why.text}")
         raise RuntimeError(msg)

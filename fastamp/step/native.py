@@ -114,20 +114,6 @@ def is_fsdp1s(parameter: Tensor) -> bool:
     return hasattr(parameter, "_fsdp_flattened")
 
 
-def has_stepped(optimizer: Optimizer) -> bool | None:
-    """Say whether fastamp steps this optimizer; None if it has hooks, so that torch makes steps."""
-    known = _known.get(optimizer)
-    if known is not None:
-        return not known.unknown and _ops.core() is not None
-    return None if _ops.has_step_hook(vars(optimizer)) else False
-
-
-def note_step(optimizer: Optimizer) -> None:
-    """Note that a step was made, as the wrapper of torch's schedulers around `step` does."""
-    if "step" in vars(optimizer):
-        _ops.note_step_called(optimizer)
-
-
 def in_range(optimizer: Optimizer, function: Any) -> Any:
     """Return a function in the range that torch's step opens while a profiler runs."""
     name = f"Optimizer.step#{type(optimizer).__name__}.step"
@@ -156,7 +142,7 @@ class NativeStep(NamedTuple):
         apply(self.update, self.read, factor, found_inf, zero_grad)
         if self.shards is not None:
             self.shards.note_writes(drops=zero_grad)
-        note_step(self.optimizer)
+        _ops.note_step(self.optimizer)
 
 
 def read(optimizer: Optimizer) -> NativeStep | Why:
@@ -181,7 +167,7 @@ def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | Why:
     if not steps:
         return NO_GRADIENT
     for each in idle:
-        note_step(each)  # which does nothing
+        _ops.note_step(each)  # which does nothing
     return steps
 
 

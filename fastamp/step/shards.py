@@ -58,10 +58,10 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:  # noqa: C901 - one 
                 return "a gradient's dtype, layout or device"
             local, state = local_of(param), {}
             for name, value in (optimizer.state.get(param) or {}).items():
-                if is_spread(value) and not _is_alike(value, param):
+                if is_spread(value) and not _has_placements_of(value, param):
                     return "a state has another mesh or other placements than its parameter"
                 state[name] = local_of(value)
-            if is_spread(param) and not _is_alike(param.grad, param):
+            if is_spread(param) and not _has_placements_of(param.grad, param):
                 return "a gradient has another mesh or other placements than its parameter"
             held.append(local)
             wholes.append(param)
@@ -73,6 +73,6 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:  # noqa: C901 - one 
     return found
 
 
-def _is_alike(one: Any, other: Any) -> bool:
+def _has_placements_of(one: Any, other: Any) -> bool:
     """Say whether two DTensors have the same mesh, which may be a copy, and placements."""
     return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)

@@ -422,8 +422,8 @@ def test_all_tasks_have_rows_and_one_sentence(quick, monkeypatch, tmp_path, caps
     names = {each["name"] for each in found["measurements"]}
     assert names >= {"mlp/fastamp/bf16", "mlp/precision/bf16", "rl/fastamp/fp32"}
     assert found["sentence"] == (
-        "Compared with torch in the same precision, fastamp makes mlp 1.10x as fast, changes cnn "
-        "by less than 2 % and cannot be judged in rl (1.30x)."
+        "Times as fast as torch in the same precision: mlp 1.10x (faster), cnn 1.00x (equal), "
+        "rl 1.30x (cannot tell)."
     )
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == [*gains]

@@ -17,7 +17,8 @@ import torch
 from support.fake_clock import FakeClock
 
 import fastamp
-from fastamp.bench import gpt, photos, race
+from fastamp.bench import gpt, race
+from fastamp.bench.jobs import vision
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 QUICK = ["--rounds", "8"]  # three blocks
@@ -160,7 +161,7 @@ def test_ranks_start_compare_and_leave_none_behind(script, monkeypatch, capsys):
 
 def test_photographs_are_as_large_as_photographs(tmp_path):
     image = pytest.importorskip("PIL.Image")
-    photos.write_photos(tmp_path, 3, 0)
+    vision.write_photos(tmp_path, 3, 0)
     files = sorted(tmp_path.glob("*/*.jpg"))
     assert len({path.read_bytes() for path in files}) == 3
     for path in files:

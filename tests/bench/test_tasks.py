@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from torch import nn
 from fastamp.bench import environment, measure, tasks, where
 from fastamp.bench.__main__ import main
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES, STRANGERS = ROOT / "examples", ROOT / "tests" / "support" / "strangers"
 HEAD = """
 import torch
 from torch import nn
@@ -58,6 +60,8 @@ BROKEN = {
     " batch raised ArithmeticError: of the user's own",
     "model.forward = fail; return model, data, loss": "model: its call on a batch raised"
     " ArithmeticError: of the user's own",
+    "model.forward = lambda x: [x]; return model, data, loss": "model: expected predictions in a"
+    " tensor, or with a loss of None its own loss, got a list",
     "return nn.Linear(5, 3), data, loss": "model: its call on a batch raised RuntimeError: mat1",
     "return model, data, fail": "loss: its computation raised ArithmeticError: of the user's own",
     "return model, data, lambda x, y: x": "loss: its computation raised ValueError: loss: expected"
@@ -236,6 +240,13 @@ def test_a_module_and_its_neighbours_can_be_a_task(quick, tmp_path):
     assert isinstance(tasks.make_training(make, "cpu", 0).model, nn.Linear)
 
 
+def test_the_samples_of_a_batch_are_counted_by_its_first_tensor_or_list():
+    images = [torch.ones(3, 8, 8), torch.ones(3, 9, 9)]
+    batches = ([torch.ones(4, 3), torch.ones(4)], {"x": torch.ones(4)}, (torch.ones(()), 3))
+    assert [tasks.count_samples(batch) for batch in batches] == [4, 4, 1]
+    assert [tasks.count_samples(each) for each in ({"images": images}, (images, images))] == [2, 2]
+
+
 def test_tensors_in_a_tuple_and_arrays_in_a_dict_are_columns():
     x, y = torch.randn(10, 3), torch.arange(10)
     for data in ((x, y), {"x": x, "labels": y.numpy()}):
@@ -300,3 +311,32 @@ def test_batches_of_several_sizes_are_named(quick, tmp_path, capsys):
     path.write_text(f"{HEAD}\ndef make(*_):\n    {body}\n")
     run(path, "--steps", "8")
     assert "8 steps of 16 to 24 samples" in capsys.readouterr().out
+
+
+def mask(text):
+    """Return a text without what changes from run to run and from machine to machine."""
+    said = r"this machine is too busy.*?\ntime|FP32 alone is raced; .*?\(\d+%\)\."
+    text = re.sub(said, "SAID", text, flags=re.DOTALL)
+    text = re.sub(r"^torch .*\)$", "MACHINE", text, flags=re.MULTILINE)
+    text = re.sub(r"(?:(?:data|forward|backward|step|other) \d+%(?:, )?)+", "SHARES", text)
+    text = re.sub(r"at most [\d.]+% of the time|not counted here", "WAITED", text)
+    text = re.sub(r"\d+ to \S+ s of", "TIME of", text)
+    text = re.sub(r"\d+ (?:to \d+ )?builds(?: of a race)?", "BUILDS", text)
+    return re.sub(r"\d+(?:\.\d+)?", "N", text).split()
+
+
+@pytest.mark.parametrize("name", ["graph", "segmentation", "transformer"])
+def test_the_page_shows_what_the_bench_prints_of_three_programs(
+    name, monkeypatch, tmp_path, capsys
+):
+    page = (ROOT / "docs" / "start" / "worth-it.md").read_text()
+    shown = page.partition(f"$ python -m fastamp.bench {name}.py\n")[2].partition("```")[0]
+    shown = shown.partition("\n$ ")[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "cpu_features", set)
+    monkeypatch.setattr(where, "BLOCKS", 3)
+    (tmp_path / f"{name}.py").write_text((STRANGERS / f"{name}.py").read_text())
+    assert main([f"{name}.py", "--device", "cpu"]) == 0
+    printed = capsys.readouterr()
+    assert mask(printed.out) == mask(shown)
+    assert printed.err == ""

@@ -111,6 +111,10 @@ def test_few_buffers_wait_and_none_beyond_max_bytes(monkeypatch):
     assert memory.free_nbytes <= 400
     taken = memory.allocate((90,), torch.uint8)
     assert (taken.numel(), memory.free_nbytes <= 100) == (90, True)
+    few = Memory()
+    few.allocate((80,), torch.uint8)
+    larger = few.allocate((81,), torch.uint8)
+    assert (larger.numel(), few.free_nbytes) == (81, 80)
 
 
 @pytest.mark.parametrize("threads", [2, 16, 64])

@@ -186,6 +186,33 @@ def test_a_stream_draws_for_each_batch(num_workers):
     assert_same(list(resumed), epochs[1])
 
 
+class Placed(IterableDataset):
+    """A stream that draws, and has a state: what was delivered is not read again."""
+
+    place = 0
+
+    def __iter__(self):
+        for place in range(self.place + 1, 12):
+            self.place = place
+            yield fastamp.sample_rng().python.getrandbits(40)
+
+    def state_dict(self):
+        return self.place
+
+    def load_state_dict(self, state):
+        self.place = state
+
+
+def test_a_stream_with_a_state_draws_by_the_place_of_its_batch():
+    whole = [*fastamp.DataLoader(Placed(), 3, seed=5)]
+    loader = fastamp.DataLoader(Placed(), 3, seed=5)
+    begun = iter(loader)
+    taken = [next(begun), next(begun)]
+    resumed = fastamp.DataLoader(Placed(), 3, seed=5)
+    resumed.load_state_dict(loader.state_dict())
+    assert_same([*taken, *resumed], whole)
+
+
 def test_outside_a_pass_torchs_own_seed_counts():
     def values():
         torch.manual_seed(3)

@@ -76,6 +76,14 @@ def test_threads_know_who_they_are():
         assert batch in (0, 1)  # in processes, too
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_threads_record_gradients_where_the_loop_does(grad):
+    weight = torch.ones(1, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        batches = [*in_threads(Rows(9, lambda index: weight * index))]
+    assert {batch.requires_grad for batch in batches} == {grad}
+
+
 def test_batches_are_made_ahead_as_far_as_asked():
     asked, done = [], []
 

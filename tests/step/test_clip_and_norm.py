@@ -2,7 +2,6 @@
 
 import functools
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -93,13 +92,6 @@ def test_a_norm_beyond_float16_does_not_overflow(backend, device):
     assert parameter.grad.double().norm().item() == pytest.approx(1.0, rel=2**-10)
 
 
-@pytest.mark.parametrize("scale", [3.4e38, 2.0**-149, 1e-42])
-def test_squares_neither_overflow_nor_vanish(backend, device, scale):
-    tensor = torch.full((300,), scale, device=device)
-    expected = math.sqrt(300) * float(np.float32(scale))
-    assert math.sqrt(total_of([tensor])) == pytest.approx(expected, rel=1e-14)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_value_is_found_at_every_position(backend, device, bad, dtype):
@@ -120,18 +112,6 @@ def test_a_nan_outlives_a_later_infinity(backend, device):
         assert stats_of([tensor]).norm.isnan()
 
 
-@pytest.mark.parametrize("reduced", [0.0, 1e-30, 2.0, 9e10, 1e70, math.inf, math.nan])
-@pytest.mark.parametrize("scale", [None, 1.0, 65536.0, 3.0])
-@pytest.mark.parametrize("max_norm", [None, 0.0, 1.0, 1e5, math.inf])
-def test_the_statistics_are_the_formulas_to_the_bit(backend, device, reduced, scale, max_norm):
-    tensor = torch.tensor([math.sqrt(reduced)], device=device)
-    there = None if scale is None else torch.tensor(scale, device=device)
-    stats = stats_of([tensor], scale=there, max_norm=max_norm)
-    expected = reference.finish(total_of([tensor]), scale or 1.0, max_norm)
-    got = {name: np.float32(getattr(stats, name).item()) for name in expected}
-    np.testing.assert_equal(got, expected)
-
-
 @pytest.mark.parametrize("factor", [0.5, 1 / 3, 1e-7, 2.0**-24, 65536.0, 0.0, math.inf, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rescaling_rounds_once_to_the_nearest(backend, device, dtype, factor):
@@ -147,20 +127,6 @@ def test_rescaling_rounds_once_to_the_nearest(backend, device, dtype, factor):
     assert torch.equal(tensor.isnan().cpu(), expected.isnan())
     kept = ~expected.isnan()
     np.testing.assert_array_equal(bits(tensor)[kept], bits(expected)[kept])
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rescaling_reaches_every_element_and_no_other(backend, device, dtype, size):
-    memory = torch.ones(size + 40, dtype=dtype, device=device)
-    for start in (0, 1, 8, 13):
-        memory.fill_(1.0)
-        tensor = memory[start : start + size]
-        if size:
-            _ops.hold([tensor]).rescale_(torch.tensor(0.5, device=device))
-        expected = torch.ones_like(memory)
-        expected[start : start + size] = 0.5
-        assert torch.equal(memory, expected)
 
 
 def test_a_factor_of_one_writes_nothing(compiled, device):
@@ -185,12 +151,6 @@ def test_gradients_that_are_short_enough_keep_their_bits(backend, device, max_no
     [parameter] = parameters_with(grad.clone())
     fastamp.clip_grad_norm_(parameter, max_norm)  # one tensor instead of a list
     assert torch.equal(parameter.grad, grad)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_nonfinite_norm_spoils_the_gradients_as_in_torch(backend, device, bad):
-    found = by_both("clip_grad_norm_", [torch.tensor([1.0, bad, -3.0], device=device)], 1.0)
-    torch.testing.assert_close(*found, equal_nan=True)
 
 
 def test_error_if_nonfinite_names_the_parameter_and_changes_nothing(backend, device):
@@ -220,38 +180,10 @@ def test_every_kind_of_gradient_is_measured_and_clipped(backend, device, kind):
     torch.testing.assert_close(parameters[1].grad, plain / 2, rtol=1e-6, atol=0)
 
 
-def test_every_kind_of_gradient_at_once(backend, device):
-    grads = list(odd_gradients(device).values())
-    squares = 0.0
-    for grad in grads:
-        dense = grad.to_dense()
-        real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-        squares += real.double().square().sum().item()
-    norm = fastamp.clip_grad_norm_(parameters_with(*grads), 1.0)
-    assert norm.item() == pytest.approx(math.sqrt(squares), rel=1e-12)
-
-
-def test_the_same_gradient_twice_counts_twice_and_is_scaled_twice(backend, device):
-    # As torch does on the CPU; on CUDA its two multiplies race.
-    grad = random(100_000, torch.float32, device)
-    ours = grad.clone()
-    norm = fastamp.clip_grad_norm_(parameters_with(ours, ours), 1.0).item()
-    assert norm == pytest.approx(math.sqrt(2) * grad.double().norm().item(), rel=1e-7)
-    torch.testing.assert_close(ours, grad / norm / norm, rtol=1e-5, atol=0)
-
-
 def test_no_gradients_at_all(backend):
     assert fastamp.clip_grad_norm_([], 1.0).item() == 0.0
     assert fastamp.clip_grad_norm_(parameters_with(None), 1.0).item() == 0.0
     assert fastamp.clip_grad_norm_(parameters_with(torch.empty(0)), 1.0).item() == 0.0
-
-
-@pytest.mark.parametrize("size", [1.0, 1e42, 1e60])
-def test_gradients_of_64_bits_are_clipped_in_64_bits(size, backend):
-    parameters = parameters_with(torch.tensor([3.0, 4.0], dtype=torch.float64) * size)
-    fastamp.clip_grad_norm_(parameters, 1e-9)
-    expected = pytest.approx([6e-10, 8e-10], rel=1e-6 if size == 1 else 1e-15)
-    assert parameters[0].grad.tolist() == expected
 
 
 def test_an_exhausted_generator_warns_as_torch_does(backend):
@@ -265,13 +197,6 @@ def test_the_core_takes_what_fills_its_memory(compiled, device):
     taken = [i for i in range(len(grads)) if i not in rest]
     read = ["transposed", "channels_last", "unaligned", "0-dim", "empty"]
     assert taken == [*map(KINDS.index, read), *range(len(KINDS), len(grads))]
-
-
-def test_clipping_is_seen_by_autograd(backend, device):
-    grad = random(10, torch.float32, device)
-    before = grad._version
-    fastamp.clip_grad_norm_(parameters_with(grad), 0.1)
-    assert grad._version > before
 
 
 def test_inference_tensors_are_written_in_inference_mode_only(backend, device):
@@ -331,15 +256,3 @@ def test_a_function_that_replaces_torchs_still_reaches_torchs(backend, monkeypat
     monkeypatch.setattr(torch.nn.utils.clip_grad, name, getattr(fastamp, name), raising=False)
     assert CLIPS[name](getattr(torch.nn.utils, name), *ours) == expected
     assert torch.equal(ours[0].grad, theirs[0].grad)
-
-
-def test_four_threads_clip_four_models_at_once(backend, device):
-    grads = [random(300_000, torch.float32, device, seed=i) for i in range(4)]
-
-    def norms(grad):
-        clip = fastamp.clip_grad_norm_
-        return {clip(parameters_with(grad.clone()), 1.0).item() for _ in range(20)}
-
-    with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(norms, grads)]
-    assert found == [{float(reference.exact_norm([values_of(grad)]))} for grad in grads]

@@ -4,7 +4,6 @@ The emulated kernels play the device: the CPU's tensors are taken for tensors th
 see. What is expected comes from the update in Python.
 """
 
-import copy
 import math
 import sys
 from types import SimpleNamespace
@@ -87,31 +86,6 @@ def test_parameters_may_take_part_in_some_steps_only(apart, device):
 
     run = assert_as_python(script, device)
     assert run.counts() == [2.0, 3.0, 3.0, 1.0]
-
-
-def lose(run):
-    del run.optimizer.state[run.parameters[0]]
-
-
-def load(run):
-    state = copy.deepcopy(run.optimizer.state_dict())
-    state["state"][0]["step"] = torch.tensor(20.0)  # on the CPU, as torch's own are
-    run.optimizer.load_state_dict(state)
-
-
-def add_parameters(run):
-    run.parameters += parameters_with(*torch.zeros(9, 5, device=run.parameters[0].device))
-    run.optimizer.add_param_group({"params": run.parameters[4:]})
-
-
-@pytest.mark.parametrize("change", [lose, load, add_parameters])
-def test_counts_that_somebody_else_sets_hold_from_then_on(change, apart, device):
-    def script(run):
-        run.steps(3)
-        change(run)
-        run.steps(3)
-
-    assert_as_python(script, device).counts()
 
 
 def test_counts_and_learning_rates_elsewhere_are_torchs(apart, device):

@@ -13,16 +13,16 @@ FAR = 1e9
 """A norm that no gradients have: nothing is clipped."""
 
 
-def assert_as_torch(prepare, ways=None, *, name="adamw", sizes=SIZES):
+def assert_as_torch(prepare, ways, sizes=SIZES):
     """Make steps by fastamp and by torch; `ways` has those of fastamp's that are not native."""
     found = []
     for ours in (True, False):
-        parameters, optimizer = make(name, sizes=sizes)
+        parameters, optimizer = make("adamw", sizes=sizes)
         for step in range(STEPS):
             prepare(step, parameters, optimizer)
             if ours:
                 way = fastamp.optimizer_step(optimizer, FAR).way
-                assert way.startswith((ways or {}).get(step, "native"))
+                assert way.startswith(ways.get(step, "native"))
             else:
                 optimizer.step()
         found.append([p.detach() for p in parameters])
@@ -91,45 +91,13 @@ def test_what_torch_refuses_in_mid_run_is_refused_as_by_torch(change, compiled):
     assert errors[0] == errors[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("sgd", {"momentum": 0.9}),
-        ("sgd, nesterov", {"momentum": 0.0, "nesterov": False}),
-        ("adam, amsgrad", {"amsgrad": False}),
-        ("adam, near end", {"betas": (0.9, 0.5)}),
-    ],
-)
-def test_options_of_other_rules_may_change_too(name, change, compiled, device):
-    other = dict(change)
-
-    def prepare(step, parameters, optimizer):
-        group = optimizer.param_groups[1]
-        for key in change if step in (2, 4) else ():  # there and back
-            group[key], other[key] = other[key], group[key]
-        give(parameters, seed=step)
-
-    assert_as_torch(prepare, name=name)
-
-
 def none(parameters, step):
     for p in parameters[step % 3 :: 2]:
         p.grad = None
 
 
-def all_none(parameters, step):
-    for p in parameters:
-        p.grad = None
-
-
-def in_place(parameters, step):
-    kept = parameters[1].kept
-    kept.copy_(parameters[1].grad)
-    parameters[1].grad = kept
-
-
 def other_data(parameters, step):
-    parameters[1].grad = parameters[1].kept
+    parameters[1].grad = parameters[1].other
     parameters[1].grad.data = torch.full_like(parameters[1], step)
 
 
@@ -162,16 +130,16 @@ def freed(parameters, step):
     parameters[1].back = values
 
 
-NATIVE_GRADS = [none, in_place, other_data, exchanged, unaligned, freed]
+NATIVE_GRADS = [none, other_data, exchanged, unaligned, freed]
 
 
 @pytest.mark.parametrize(
-    "change", [*NATIVE_GRADS, all_none, strided, shared, own_memory], ids=lambda f: f.__name__
+    "change", [*NATIVE_GRADS, strided, shared, own_memory], ids=lambda f: f.__name__
 )
 def test_gradients_may_differ_at_any_step(change, compiled, device):
     def prepare(step, parameters, optimizer):
         if step == 0:
-            parameters[1].kept = torch.ones_like(parameters[1])
+            parameters[1].other = torch.ones_like(parameters[1])
         if hasattr(parameters[1], "back"):
             values = parameters[1].__dict__.pop("back")
             parameters[1].untyped_storage().resize_(values.nbytes)
@@ -182,7 +150,7 @@ def test_gradients_may_differ_at_any_step(change, compiled, device):
             change(parameters, step)
 
     ways = {} if change in NATIVE_GRADS else dict.fromkeys((2, 3), "torch's: ")
-    assert_as_torch(prepare, ways, sizes=[*SIZES[:-1], (16, 16)])
+    assert_as_torch(prepare, ways, [*SIZES[:-1], (16, 16)])
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10")

@@ -57,13 +57,6 @@ def test_fsdp_with_ignored_parameters_is_stepped_in_one_go(four):
         torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_plain_parts_over_a_process_group_are_stepped_natively(four):
-    for way, norm, expected, ours, right in four.run(2, part_cases.plain_parts_over_a_group):
-        assert way.startswith("native")
-        assert norm == expected
-        torch.testing.assert_close(ours, right)
-
-
 def test_gradients_that_are_placed_otherwise_are_brought_to_their_parameters(four):
     for right, by_grad, by_state in four.run(2, part_cases.gradients_placed_otherwise):
         assert right[0].startswith("native")

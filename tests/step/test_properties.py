@@ -199,7 +199,9 @@ def test_the_norm_is_exact_and_the_rest_follows(
     expected_norm = reference.exact_norm([*map(values_of, tensors)])
     if scale is None:
         np.testing.assert_equal(np.float32(stats.norm.item()), expected_norm)
-    reduced = _ops.fallback.join([part.reduce() for part in _ops.hold(tensors)._parts]).total.item()
+    reduced = _ops.fallback.add_up(
+        [part.reduce() for part in _ops.hold(tensors)._parts]
+    ).total.item()
     np.testing.assert_equal(np.float32(np.sqrt(reduced)), expected_norm)
     finite = is_finite(placed)
     applied = max_norm if finite or not only_finite else None

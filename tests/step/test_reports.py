@@ -42,3 +42,17 @@ def test_what_is_no_module_is_refused_by_name():
     for find in (fastamp.nonfinite_parameters, fastamp.GradScaler("cpu").nonfinite_parameters):
         with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got int"):
             find(3)
+
+
+def test_naming_bad_values_waits_once_for_all_finite_gradients(monkeypatch):
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(5)])
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    waits = []
+    for name in ("item", "__bool__", "tolist"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *given, read=read: waits.append(0) or read(*given)
+        )
+    assert fastamp.nonfinite_parameters(model) == []
+    assert len(waits) == 1

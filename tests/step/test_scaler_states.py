@@ -48,3 +48,19 @@ def test_a_scaler_whose_first_step_was_in_inference_mode_steps_outside_of_it(bac
     parameters[0].grad = torch.full((3,), math.inf, dtype=torch.float64, device=device)
     scaler.step(optimizer, max_norm=1.0)
     assert scaler.skipped_steps == 1
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("name", ["scale", "_growth_tracker"])
+def test_a_number_in_a_scalers_state_may_be_a_tensor_as_torch_takes_it(name, is_used):
+    found = []
+    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
+        scaler = cls("cpu", init_scale=4.0)
+        if is_used:
+            scaler.scale(torch.ones(()))
+        state = {**scaler.state_dict(), name: torch.tensor(7)}
+        scaler.load_state_dict(state)
+        scaled = scaler.scale(torch.ones(())).item()
+        found.append((scaled, scaler.get_scale(), scaler._get_growth_tracker()))
+    assert found[0] == found[1]
+    assert 7 in found[1]

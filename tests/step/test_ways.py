@@ -254,14 +254,6 @@ def test_gradients_that_are_negated_views_are_torchs(cls, max_norm, compiled, de
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_two_optimizers_are_clipped_to_one_norm(compiled, device):
-    parameters = parameters_with(*[torch.full((1,), x, device=device) for x in (3.0, 4.0)])
-    optimizers = [torch.optim.SGD(parameters[:1], lr=1.0), torch.optim.AdamW(parameters[1:])]
-    report = fastamp.optimizer_step(optimizers, max_norm=1.0)
-    assert report.way == "native"
-    assert (report.norm.item(), parameters[0].grad.item()) == (5.0, pytest.approx(0.6))
-
-
 @pytest.mark.parametrize(
     ("max_norm", "value", "written"),
     [
@@ -361,3 +353,14 @@ def test_a_bare_step_is_native_too(name, compiled, device):
             assert fastamp.optimizer_step(optimizer, max_norm).way == "native"
         found.append(everything(parameters, optimizer))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_an_option_that_fastamp_does_not_know_is_torchs(cls, compiled):
+    """As of a newer torch."""
+    optimizer = cls(parameters_with(torch.ones(3)), lr=1.0)
+    optimizer.defaults["cautious"] = True
+    report = fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert report.way == f"torch's: fastamp does not know {cls.__name__}'s cautious"
+    known = cls(parameters_with(torch.ones(3)), lr=1.0)
+    assert fastamp.optimizer_step(known, max_norm=1.0).way == "native"

@@ -132,24 +132,6 @@ def fsdp_with_ignored_parameters():
     return results
 
 
-def plain_parts_over_a_group():
-    """Step plain parts over a process group; return the way, the norm and this rank's parts."""
-    values = random((dist.get_world_size(), 5), torch.float32, "cpu")
-    parameter = torch.nn.Parameter(torch.zeros(5))
-    parameter.grad = values[dist.get_rank()].clone()
-    scaler = fastamp.GradScaler("cpu", enabled=False, process_group=dist.group.WORLD)
-    scaler.step(torch.optim.SGD([parameter], lr=1.0), max_norm=1.0)
-    norm = fastamp.get_total_norm(values)
-    right = -values[dist.get_rank()] * (1.0 / (norm + 1e-6))
-    return (
-        scaler.last_step.way,
-        scaler.last_step.norm.item(),
-        norm.item(),
-        parameter.detach(),
-        right,
-    )
-
-
 def gradients_placed_otherwise():
     """Step with a gradient on all ranks, and with states on all ranks, of a parameter in parts."""
     mesh = mesh_of(dist.get_world_size())

@@ -1,4 +1,4 @@
-"""What the ranks of step/test_faults_ranks.py run: some hold no gradients, or fail in mid-step."""
+"""What the ranks of step/test_uneven_ranks.py run: some hold no gradients, or fail in mid-step."""
 
 from __future__ import annotations
 

@@ -197,31 +197,3 @@ def test_an_optimizer_that_has_stepped_says_so_though_zero_grad_fails(monkeypatc
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
         scaler.step(optimizer)
     assert parameters[0].item() == pytest.approx(-0.5)
-
-
-# --- options and reads ---
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
-def test_an_option_that_fastamp_does_not_know_is_torchs(cls, compiled):
-    """As of a newer torch."""
-    optimizer = cls(scaled_ones(3, enabled=False), lr=1.0)
-    optimizer.defaults["cautious"] = True
-    report = fastamp.optimizer_step(optimizer, max_norm=1.0)
-    assert report.way == f"torch's: fastamp does not know {cls.__name__}'s cautious"
-    known = cls(scaled_ones(3, enabled=False), lr=1.0)
-    assert fastamp.optimizer_step(known, max_norm=1.0).way == "native"
-
-
-def test_naming_bad_values_waits_once_for_all_finite_gradients(monkeypatch):
-    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(5)])
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    waits = []
-    for name in ("item", "__bool__", "tolist"):
-        read = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda *given, read=read: waits.append(0) or read(*given)
-        )
-    assert fastamp.nonfinite_parameters(model) == []
-    assert len(waits) == 1

@@ -1,4 +1,4 @@
-"""An optimizer's and a scaler's state, as other people make it: counts of steps, groups, scales."""
+"""An optimizer's state, as other people make it: counts of steps and groups."""
 
 from __future__ import annotations
 
@@ -140,22 +140,3 @@ def test_the_parameters_of_a_group_may_be_held_as_torch_takes_them(hold, max_nor
         assert parameter.grad is None
         moved = -1.0 if max_norm is None else -0.5
         torch.testing.assert_close(parameter.detach().cpu(), torch.full(parameter.shape, moved))
-
-
-# --- a scaler's state ---
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-@pytest.mark.parametrize("name", ["scale", "_growth_tracker"])
-def test_a_number_in_a_scalers_state_may_be_a_tensor_as_torch_takes_it(name, is_used):
-    found = []
-    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
-        scaler = cls("cpu", init_scale=4.0)
-        if is_used:
-            scaler.scale(torch.ones(()))
-        state = {**scaler.state_dict(), name: torch.tensor(7)}
-        scaler.load_state_dict(state)
-        scaled = scaler.scale(torch.ones(())).item()
-        found.append((scaled, scaler.get_scale(), scaler._get_growth_tracker()))
-    assert found[0] == found[1]
-    assert 7 in found[1]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from fastamp._ops.grads import Grads, split
+from fastamp._ops.grads import Grads, parts_of
 from fastamp._ops.types import PLAIN_TYPES
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def hold(
     """
     owners = list(owners)
     if process_group is None and not _may_be_spread([*tensors, *owners]):
-        return Grads(split(tensors)) if tensors else None
+        return Grads(parts_of(tensors)) if tensors else None
     found: Grads | None = _sharded().shards_of(tensors, process_group, owners)
     return found
 
