@@ -123,8 +123,8 @@ class TrainConfig:
     needs, it is a ValueError."""
     resume: bool = True
     """Resumes from the newest checkpoint; a run that has finished is a ValueError, unless
-    `max_steps` or `epochs` is larger now. False starts anew, and removes the checkpoints in
-    `checkpoint_dir` once it has written one of its own."""
+    `max_steps` or `epochs` is larger now. With False a folder that has checkpoints is a
+    ValueError."""
     progress: bool = True
     """Logs a line when the run begins and when it ends, and shows a bar on a terminal, if tqdm is
     installed. Without it only a run that is resumed logs a line."""

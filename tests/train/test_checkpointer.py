@@ -626,3 +626,8 @@ def test_a_stream_that_workers_read_is_refused_at_the_start(tmp_path):
             make_model(), loader, config=fastamp.TrainConfig(epochs=1, checkpoint_dir=tmp_path)
         )
     fastamp.Checkpointer(tmp_path, model=make_model(), loader=fastamp.DataLoader(rows, 1))
+
+
+def test_a_loop_that_has_finished_ends_at_once_when_it_is_started_again(tmp_path):
+    expected = Loop(tmp_path).run(steps=6)
+    assert Loop(tmp_path).run(steps=6, at_step=lambda _: pytest.fail("a step")) == expected
