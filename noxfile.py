@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,19 +108,9 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-c", check, env={"PYTHONPATH": folder, "PYTHONSAFEPATH": "1"})
 
 
-@nox.session(venv_backend="venv")
-def sass(session: nox.Session) -> None:
-    """Read compiled kernels: none spills, loads of the norm go out together. It needs nvcc.
-
-    Options go to benchmarks/sass.py: `-- --csrc FOLDER` reads another checkout's.
-    """
-    session.install("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
-    session.run("python", "benchmarks/sass.py", *session.posargs)
-
-
 @nox.session
 def pure(session: nox.Session) -> None:
-    """Install without a C++ compiler, see what `doctor` says of it, and test the fallback."""
+    """Install without a C++ compiler, see what `doctor` says, and run nine files of the tests."""
     session.env.update(CXX="false", CC="false")
     env = {"PYTHONPATH": install(session, "pure"), "PYTHONSAFEPATH": "1"}
     del session.env["CXX"], session.env["CC"]
@@ -137,10 +126,7 @@ def pure(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build the source distribution, and from it, outside of the repository, the wheel; check both.
-
-    FASTAMP_CUDA decides whether the wheel holds CUDA code.
-    """
+    """Build the source distribution, and from it the wheel, and check both."""
     folder = Path("build", "package")
     shutil.rmtree(folder, ignore_errors=True)
     session.run("python", "-m", "build", f"--outdir={folder}", silent=True)
@@ -151,49 +137,6 @@ def package(session: nox.Session) -> None:
     session.log("%s: %d bytes; %s: %d bytes", sdist.name, sizes[0], wheel.name, sizes[1])
     if max(sizes) >= 3_000_000:
         session.error("a package has to be smaller than 3 MB")
-
-
-ARM_NAMES = "numpy sympy networkx jinja2 fsspec filelock typing-extensions setuptools pytest"
-ARM_NAMES += " pytest-xdist hypothesis"
-ARM_STEP = ["clip_and_norm", "equivalence", "skips", "ways", "noticed"]
-ARM_DATA = ["gather", "collate"]
-
-
-@nox.session
-def arm(session: nox.Session) -> None:
-    """Compile for aarch64, and test the step, the loader and the timer on an emulated one.
-
-    By hand, as root on Debian 12 with Python 3.11, debootstrap, g++-aarch64-linux-gnu and
-    qemu-user-static, which binfmt_misc knows. It takes half an hour; options go to pytest. Tests
-    that start processes may hang: qemu loses threads' locks when it forks.
-    """
-    root = Path("build", "arm64").absolute()
-    packages = root / "usr/local/lib/python3.11/dist-packages"
-    if not (root / "usr/bin/python3.11").exists():
-        options = ("--arch=arm64", "--variant=minbase", "--include=python3,libgomp1")
-        session.run("debootstrap", *options, "bookworm", str(root), external=True)
-    pip = ["python", "-m", "pip", "install", "-q", "--upgrade", f"--target={packages}"]
-    pip += ["--only-binary=:all:", "--implementation=cp", "--python-version=3.11"]
-    pip += [f"--platform=manylinux_2_{minor}_aarch64" for minor in (28, 27, 17)]
-    if not (packages / "torch").exists():
-        # The newest torch whose wheel for aarch64 holds no CUDA code.
-        session.run(*pip, "--no-deps", "torch==2.10.0")
-    session.run(*pip, "-c", "constraints.txt", *ARM_NAMES.split())
-    session.env["CXX"] = "aarch64-linux-gnu-g++"
-    built = Path(install(session, "arm", FASTAMP_CUDA="OFF"))
-    extension = next(built.glob("fastamp/*.so"))  # named by the Python that runs here
-    extension.rename(extension.with_name("_native.cpython-311-aarch64-linux-gnu.so"))
-    shutil.rmtree(packages / "fastamp", ignore_errors=True)
-    shutil.copytree(built, packages, dirs_exist_ok=True)
-    for name in ("csrc", "tests", "pyproject.toml", "CMakeLists.txt"):
-        session.run("cp", "-rT", name, f"{root}/root/{name}", external=True)
-    tests = [f"tests/step/test_{name}.py" for name in ARM_STEP]
-    tests += ["tests/timer", *(f"tests/data/test_{name}.py" for name in ARM_DATA)]
-    pytest = "cd /root && exec python3 -I -m pytest -q -n 0 -p no:cacheprovider"
-    inside = f"{pytest} {' '.join(session.posargs or tests)}"
-    mounts = "".join(f"mount --rbind /{name} {root}/{name} && " for name in ("proc", "sys", "dev"))
-    command = f"{mounts}exec chroot {root} /bin/sh -c '{inside}'"
-    session.run("unshare", "--mount", "/bin/sh", "-c", command, external=True)
 
 
 def sanitizer_env(session: nox.Session, kind: str) -> dict[str, str]:
@@ -220,11 +163,7 @@ def emulate(session: nox.Session, sanitizer: str = "OFF", source: str = ".") -> 
 
 @nox.session
 def emulated(session: nox.Session) -> None:
-    """Run the CUDA kernels on the CPU: all tests of the step, at large; then under sanitizers.
-
-    For the thread sanitizer a block has real threads; it has to find every barrier that is removed.
-    Options go to pytest; with any, the sanitizers do not run.
-    """
+    """Run the CUDA kernels on the CPU, at large and under sanitizers; each barrier is missed."""
     pytest = ("python", "-I", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "emulated")
     env = emulate(session) | {"FASTAMP_AT_LARGE": "1", "FASTAMP_EXAMPLES": "300"}
     session.run(*pytest, *(session.posargs or ["tests/step"]), env=env)
@@ -249,99 +188,45 @@ def emulated(session: nox.Session) -> None:
             session.run(*pytest, *chosen, env=env, success_codes=[66], silent=True)
 
 
-def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
-    """Run tests, or those in the options, on a compiled CPU core built with a sanitizer."""
-    # The build type keeps the symbols that a report needs.
-    options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": kind}
-    folder = install(session, f"sanitize-{kind}", "RelWithDebInfo", **options)
-    env = sanitizer_env(session, kind)
-    env |= {"PYTHONPATH": folder, "PYTHONSAFEPATH": "1", "FASTAMP_BACKEND": "cpu"}
-    # A report ends the process, and with it pytest: file descriptors must not be captured.
-    pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
-    session.run(*pytest, *(session.posargs or default), env=env)
-
-
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
-    step = (
-        "adamw",
-        "clip_and_norm",
-        "equivalence",
-        "kept",
-        "noticed",
-        "noticed_gradients",
-        "skips",
-        "ways",
-    )
-    data = ("collate", "padding", "gather")
-    files = [f"tests/step/test_{name}.py" for name in step]
-    files += [f"tests/data/test_{name}.py" for name in data]
-    files += ["tests/timer"]
+    step = "adamw clip_and_norm equivalence kept noticed noticed_gradients skips ways"
+    files = [f"tests/step/test_{name}.py" for name in step.split()]
+    files += [f"tests/data/test_{name}.py" for name in ("collate", "padding", "gather")]
     chosen = "cpu and not worker and not threads and not no_memory and not ranks"
-    run_sanitized(session, "address", *files, "-k", chosen)
-
-
-def run_script(session: nox.Session, name: str, *options: str) -> None:
-    """Run a script of tests/support with the installed package."""
-    script = f"tests/support/{name}.py"  # its folder is what Python adds to the path
-    session.run("python", script, *options, *session.posargs, env={"PYTHONPATH": "tests"})
+    # The build type keeps the symbols that a report needs.
+    options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": "address"}
+    folder = install(session, "sanitize-address", "RelWithDebInfo", **options)
+    env = sanitizer_env(session, "address")
+    env |= {"PYTHONPATH": folder, "PYTHONSAFEPATH": "1", "FASTAMP_BACKEND": "cpu"}
+    # A report ends the process, and with it pytest: file descriptors must not be captured.
+    pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
+    session.run(*pytest, *(session.posargs or [*files, "tests/timer", "-k", chosen]), env=env)
 
 
 @nox.session
 def large(session: nox.Session) -> None:
-    """Run the suite with all combinations of parameters, not only every pair of values."""
-    env = {"FASTAMP_AT_LARGE": "1"}
-    session.run("python", "-I", "-m", "pytest", *session.posargs, env=env)
-
-
-@nox.session
-def properties(session: nox.Session) -> None:
-    """Draw 3,000 examples for each property of the step, the update and changes between steps."""
-    env = {"FASTAMP_EXAMPLES": "3000"}
+    """Run the suite with all combinations of parameters; draw 3,000 examples for each property."""
+    pytest = ("python", "-I", "-m", "pytest", *session.posargs)
+    session.run(*pytest, env={"FASTAMP_AT_LARGE": "1"})
     names = ("properties", "update_properties", "noticed_properties")
-    options = session.posargs or [f"tests/step/test_{name}.py" for name in names]
-    session.run("python", "-I", "-m", "pytest", *options, env=env)
-
-
-@nox.session
-def soak(session: nox.Session) -> None:
-    """Use all of fastamp at random, for an hour or `--minutes M`; memory and threads stay flat."""
-    run_script(session, "soak")
-
-
-@nox.session
-def passes(session: nox.Session) -> None:
-    """End 20,000 passes over thread workers in every way: nothing is left; `-- --passes N`."""
-    run_script(session, "thread_trials")
-
-
-@nox.session
-def loader_kills(session: nox.Session) -> None:
-    """Kill loops over every kind of data 30 times: they resume exactly, with other workers."""
-    run_script(session, "loader_kills")
+    drawn = [] if session.posargs else [f"tests/step/test_{name}.py" for name in names]
+    session.run(*pytest, *drawn, env={"FASTAMP_EXAMPLES": "3000"})
 
 
 @nox.session
 def streams(session: nox.Session) -> None:
     """Run 10,000 schedules of streams, threads and devices on a model of torch.cuda."""
-    run_script(session, "stream_schedules")
+    script = ("python", "tests/support/stream_schedules.py", *session.posargs)
+    session.run(*script, env={"PYTHONPATH": "tests"})
 
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kill runs, send them signals, refuse their writes: nothing is lost that was saved.
-
-    `--kills N --signals N --failures N --loops N` set other numbers.
-    """
-    run_script(session, "fault_trials")
-
-
-@nox.session
-def loops(session: nox.Session) -> None:
-    """Strike hand-written loops 100 times: kills, signals, a full disk, losses of power."""
-    others = ("--kills", "0", "--signals", "0", "--failures", "0")
-    run_script(session, "fault_trials", *others)
+    """Kill runs, send them signals, refuse their writes: nothing is lost; `-- --help`."""
+    script = ("python", "tests/support/fault_trials.py", *session.posargs)
+    session.run(*script, env={"PYTHONPATH": "tests"})
 
 
 @nox.session
@@ -349,21 +234,6 @@ def fuzz(session: nox.Session) -> None:
     """Fuzz what is parsed or unpacked, and the native passes; `-- --help` lists the options."""
     env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}
     session.run("python", "-m", "support.fuzz_run", *session.posargs, env=env)
-
-
-@nox.session(venv_backend="venv")
-def browser(session: nox.Session) -> None:
-    """Look at the bench's pages, or HTML files and folders in the options, in headless Chromium.
-
-    It needs the system's browser: apt-get install chromium chromium-driver.
-    """
-    paths = session.posargs
-    if not paths:
-        paths = [session.create_tmp()]
-        script = ("tests/support/bench_pages.py", *paths)  # with the fastamp that is active
-        session.run(sys.executable, *script, external=True, env={"PYTHONPATH": "tests"})
-    session.install("-c", "constraints.txt", "selenium")
-    session.run("python", "tests/support/browser.py", *paths)
 
 
 @nox.session
@@ -380,9 +250,3 @@ def docs(session: nox.Session) -> None:
     for path in (each for each in built.rglob("*") if each.suffix in {".html", ".css", ".js"}):
         if found := asks.search(path.read_text(encoding="utf-8")):
             session.error(f"{path} would ask another host: {found[0]}")
-
-
-@nox.session
-def bench(session: nox.Session) -> None:
-    """Run the main job with this environment; options go to it."""
-    session.run("python", "-I", "-m", "fastamp.bench", *session.posargs)

@@ -1,7 +1,7 @@
 """Print what nvcc makes of the kernels, read from SASS: spills, loads in flight, instructions.
 
 python benchmarks/sass.py [--csrc FOLDER]   # with nvcc and c++filt on the PATH; no GPU
-It needs the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; `nox -s sass` installs them. It
+It needs the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm. It
 ends with 1 if a kernel spills, or if the norm has fewer than eight loads in flight on a data
 center's GPU.
 """

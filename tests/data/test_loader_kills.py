@@ -1,4 +1,4 @@
-"""A small part of `nox -s loader_kills`, and that it would find a place that is lost."""
+"""A small part of tests/support/loader_kills.py, and that it would find a place that is lost."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_batch_sampler_may_yield_the_same_indices_again(kind):
 
 
 def test_passes_that_end_in_any_way_leave_nothing():
-    """A small part of `nox -s passes`."""
+    """A small part of `python tests/support/thread_trials.py`."""
     check("from support import thread_trials as t; found = t.main(120, 1); assert not found, found")
 
 

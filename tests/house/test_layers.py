@@ -1,4 +1,4 @@
-"""Who may include or import whom, and what CONTRIBUTING says of each folder.
+"""Who may include or import whom, and that each file says first what lives in it.
 
 The rules of the house stand in the tables below.
 """
@@ -146,16 +146,17 @@ def has_conditional(text: str) -> bool:
     return re.search(r"^\s*#\s*(if|ifdef|ifndef|elif)\b", text, re.MULTILINE) is not None
 
 
-def described(contributing: str) -> dict[str, set[str]]:
-    """Return the modules that CONTRIBUTING lists, by folder: rows of "| `folder/` | `a`, ... |"."""
-    rows = re.findall(r"^\| `([\w/]+)/` \|(.*)\|$", contributing, re.MULTILINE)
-    return {folder: {*re.findall(r"`(\w+)`", text)} for folder, text in rows}
+def opening(path: Path) -> str:
+    """Return what a file says first: the docstring of Python, the comment of C++."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        return ast.get_docstring(ast.parse(text)) or ""
+    return re.match(r"(?://.*\n)*", text)[0].replace("/", "").strip()
 
 
 CXX = sources("csrc", "*.h", "*.cuh", "*.cpp", "*.cu")
 PYTHON = sources("fastamp", "*.py")
 LABORATORY = sources("benchmarks", "*.py")
-FOLDERS = {path.parent for path in (*CXX, *PYTHON, *LABORATORY)}
 
 
 @pytest.mark.parametrize("path", CXX, ids=lambda p: str(p.relative_to(ROOT)))
@@ -255,18 +256,11 @@ def test_preprocessor_conditionals_live_in_one_file():
     assert has_conditional("int a;\n  #  ifdef __CUDACC__\n")
 
 
-def test_contributing_lists_every_module_in_the_line_of_its_folder():
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    there = {
-        folder.relative_to(ROOT).as_posix(): {
-            path.stem for path in (*CXX, *PYTHON, *LABORATORY) if path.parent == folder
-        }
-        - {"__init__", "__main__"}
-        for folder in FOLDERS
-    }
-    assert described(contributing) == there
-    row = "| `fastamp/step/` | `scaler` steps, `clip` clips |"
-    assert described(row) == {"fastamp/step": {"scaler", "clip"}}
+def test_every_file_says_first_what_lives_in_it(tmp_path):
+    assert [path for path in (*CXX, *PYTHON, *LABORATORY) if len(opening(path)) < 15] == []
+    for name, text in {"bare.py": "x = 1\n", "bare.h": "#pragma once\n// late\n"}.items():
+        (tmp_path / name).write_text(text)
+        assert opening(tmp_path / name) == ""
 
 
 def test_no_two_modules_have_the_same_name():

@@ -1,6 +1,6 @@
 """A page of every command of the bench, from small runs and from invented figures.
 
-`python tests/support/bench_pages.py FOLDER` writes them, to look at and for `nox -s browser`.
+`python tests/support/bench_pages.py FOLDER` writes them, to look at.
 """
 
 from __future__ import annotations
