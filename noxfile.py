@@ -108,9 +108,19 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-c", check, env={"PYTHONPATH": folder, "PYTHONSAFEPATH": "1"})
 
 
+@nox.session(venv_backend="venv")
+def sass(session: nox.Session) -> None:
+    """Read compiled kernels: none spills, loads of the norm go out together. It needs nvcc.
+
+    Options go to benchmarks/sass.py: `-- --csrc FOLDER` reads another checkout's.
+    """
+    session.install("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+    session.run("python", "benchmarks/sass.py", *session.posargs)
+
+
 @nox.session
 def pure(session: nox.Session) -> None:
-    """Install without a C++ compiler, see what `doctor` says, and run nine files of the tests."""
+    """Install without a C++ compiler, see what `doctor` says of it, and test the fallback."""
     session.env.update(CXX="false", CC="false")
     env = {"PYTHONPATH": install(session, "pure"), "PYTHONSAFEPATH": "1"}
     del session.env["CXX"], session.env["CC"]
@@ -126,7 +136,10 @@ def pure(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build the source distribution, and from it the wheel, and check both."""
+    """Build the source distribution, and from it, outside of the repository, the wheel; check both.
+
+    FASTAMP_CUDA decides whether the wheel holds CUDA code.
+    """
     folder = Path("build", "package")
     shutil.rmtree(folder, ignore_errors=True)
     session.run("python", "-m", "build", f"--outdir={folder}", silent=True)
@@ -163,7 +176,11 @@ def emulate(session: nox.Session, sanitizer: str = "OFF", source: str = ".") -> 
 
 @nox.session
 def emulated(session: nox.Session) -> None:
-    """Run the CUDA kernels on the CPU, at large and under sanitizers; each barrier is missed."""
+    """Run the CUDA kernels on the CPU: all tests of the step, at large; then under sanitizers.
+
+    For the thread sanitizer a block has real threads; it has to find every barrier that is removed.
+    Options go to pytest; with any, the sanitizers do not run.
+    """
     pytest = ("python", "-I", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "emulated")
     env = emulate(session) | {"FASTAMP_AT_LARGE": "1", "FASTAMP_EXAMPLES": "300"}
     session.run(*pytest, *(session.posargs or ["tests/step"]), env=env)
@@ -188,45 +205,55 @@ def emulated(session: nox.Session) -> None:
             session.run(*pytest, *chosen, env=env, success_codes=[66], silent=True)
 
 
-@nox.session
-def sanitize(session: nox.Session) -> None:
-    """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
-    step = "adamw clip_and_norm equivalence kept noticed noticed_gradients skips ways"
-    files = [f"tests/step/test_{name}.py" for name in step.split()]
-    files += [f"tests/data/test_{name}.py" for name in ("collate", "padding", "gather")]
-    chosen = "cpu and not worker and not threads and not no_memory and not ranks"
+def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
+    """Run tests, or those in the options, on a compiled CPU core built with a sanitizer."""
     # The build type keeps the symbols that a report needs.
-    options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": "address"}
-    folder = install(session, "sanitize-address", "RelWithDebInfo", **options)
-    env = sanitizer_env(session, "address")
+    options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": kind}
+    folder = install(session, f"sanitize-{kind}", "RelWithDebInfo", **options)
+    env = sanitizer_env(session, kind)
     env |= {"PYTHONPATH": folder, "PYTHONSAFEPATH": "1", "FASTAMP_BACKEND": "cpu"}
     # A report ends the process, and with it pytest: file descriptors must not be captured.
     pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
-    session.run(*pytest, *(session.posargs or [*files, "tests/timer", "-k", chosen]), env=env)
+    session.run(*pytest, *(session.posargs or default), env=env)
 
 
 @nox.session
-def large(session: nox.Session) -> None:
-    """Run the suite with all combinations of parameters; draw 3,000 examples for each property."""
-    pytest = ("python", "-I", "-m", "pytest", *session.posargs)
-    session.run(*pytest, env={"FASTAMP_AT_LARGE": "1"})
-    names = ("properties", "update_properties", "noticed_properties")
-    drawn = [] if session.posargs else [f"tests/step/test_{name}.py" for name in names]
-    session.run(*pytest, *drawn, env={"FASTAMP_EXAMPLES": "3000"})
+def sanitize(session: nox.Session) -> None:
+    """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
+    step = (
+        "clip_and_norm",
+        "equivalence",
+        "kept",
+        "lean",
+        "noticed",
+        "noticed_gradients",
+        "skips",
+        "ways",
+    )
+    data = ("collate", "padding", "gather")
+    files = [f"tests/step/test_{name}.py" for name in step]
+    files += [f"tests/data/test_{name}.py" for name in data]
+    files += ["tests/timer"]
+    chosen = "cpu and not worker and not threads and not no_memory and not ranks"
+    run_sanitized(session, "address", *files, "-k", chosen)
+
+
+def run_script(session: nox.Session, name: str, *options: str) -> None:
+    """Run a script of tests/support with the installed package."""
+    script = f"tests/support/{name}.py"  # its folder is what Python adds to the path
+    session.run("python", script, *options, *session.posargs, env={"PYTHONPATH": "tests"})
 
 
 @nox.session
 def streams(session: nox.Session) -> None:
     """Run 10,000 schedules of streams, threads and devices on a model of torch.cuda."""
-    script = ("python", "tests/support/stream_schedules.py", *session.posargs)
-    session.run(*script, env={"PYTHONPATH": "tests"})
+    run_script(session, "stream_schedules")
 
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kill runs, send them signals, refuse their writes: nothing is lost; `-- --help`."""
-    script = ("python", "tests/support/fault_trials.py", *session.posargs)
-    session.run(*script, env={"PYTHONPATH": "tests"})
+    """Kill runs and loops, send signals, refuse writes: nothing saved is lost; `-- --help`."""
+    run_script(session, "fault_trials")
 
 
 @nox.session

@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fastamp
-from fastamp.bench.rows import NAMED
+from fastamp.bench.step import GPT2
 from fastamp.timer.timer import align
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 GRADS: dict[str, list[tuple[int, ...]]] = {
     "one": [(2**26,)],
-    "gpt2": NAMED["gpt2"].sizes,
+    "gpt2": GPT2,
     "2000x1000": [(1000,)] * 2000,
 }
 KINDS = {"float32": (torch.float32, 0), "bfloat16": (torch.bfloat16, 0), "odd": (torch.float32, 1)}

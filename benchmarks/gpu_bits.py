@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import fastamp
+from fastamp.step.lean import MOMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,11 +147,12 @@ def list_options(cls: type[Optimizer]) -> Iterator[dict[str, Any]]:
             yield momentum | {name: value}
     if "fused" in names:
         yield {"fused": True}
-    formats = inspect.getmodule(cls)
-    for moments in getattr(formats, "MOMENTS", ()) if "moments" in names else ():
+    state = {"momentum": 0.9} if "momentum" in names else {}
+    for moments in MOMENTS if "moments" in names else ():
         for exact in (True, False):
-            yield {"moments": moments, "exact": exact}
-            yield {"moments": moments, "exact": exact, "betas": (0.3, 0.99), "maximize": True}
+            yield state | {"moments": moments, "exact": exact}
+            changed = {name: NUMBERS[name] for name in ("weight_decay", "betas") if name in names}
+            yield state | {"moments": moments, "exact": exact, "maximize": True} | changed
 
 
 def list_steps(*, small: bool) -> Iterator[Case]:

@@ -1,7 +1,7 @@
 """The small parts of `on_gpu.sh`: facts of the machine, launches, NVML, a failed kernel, the bench.
 
     python benchmarks/gpu_parts.py facts       # or check, launches, nvml, failed-kernel
-    python benchmarks/gpu_parts.py bench step --shapes gpt2/adamw
+    python benchmarks/gpu_parts.py bench step gpt2/adamw
 
 On stdout are lines of JSON, each as soon as it is known. `bench` starts a process for each row.
 """
@@ -41,6 +41,7 @@ ARGUMENTS = {"none": 0, "small": 4000, "large": 32000}  # bytes
 GRID = (1, 1, 1, 32, 1, 1, 0)  # one warp, without shared memory
 RATIO_ATTRIBUTE = 87  # cudaDevAttrSingleToDoublePrecisionPerfRatio
 CALLS = 300
+STEP_ROWS = Path(__file__).with_name("step_rows.py")
 LAUNCHES = [(148, 1, True, 3), (148, 1, None, 3), (600, 2, None, 3), (465, 465, None, 4)]
 """Tensors, groups, `fused`, and the launches of a step where the norm is read."""
 ROWS = [
@@ -51,7 +52,7 @@ ROWS = [
     ("2000x64x64", "adamw-8bit"),
     ("gpt2", "muon"),
 ]
-"""Shapes and work of `bench step`, those that tell most first."""
+"""Rows of `step_rows.py`, those that tell most first."""
 
 
 def say(**line: Any) -> None:
@@ -244,16 +245,15 @@ def bench(command: str, rows: Sequence[str], limit_s: float) -> int:
     """
     end_s, wrong, longest_s = time.monotonic() + limit_s, 0, 0.0
     for row in rows:
-        shape, _, work = row.partition("/")
-        words = ["--shapes", shape, "--work", work] if command == "step" else [row] if row else []
+        words = ["--rows", row] if command == "step" else [command, *filter(None, [row])]
         begin_s = time.monotonic()
         if begin_s + longest_s > end_s:
             say(row=f"{command} {row}", left_out="no time")
             continue
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "record.json")
-            start = [sys.executable, "-m", "fastamp.bench", command, *words]
-            start += ["--device", "cuda", "--json", str(out)]
+            script = [str(STEP_ROWS)] if command == "step" else ["-m", "fastamp.bench"]
+            start = [sys.executable, *script, *words, "--device", "cuda", "--json", str(out)]
             safe = {**os.environ, "PYTHONSAFEPATH": "1"}  # the installed package, not this folder's
             done = subprocess.run(start, stdout=sys.stderr, env=safe, check=False)
             found = json.loads(out.read_text()) if out.exists() else {}
@@ -272,7 +272,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parts["failed-kernel"] = failed_kernel
     parser.add_argument("part", choices=[*parts, "bench"])
     parser.add_argument("command", nargs="?", default="step", help="of the bench")
-    parser.add_argument("rows", nargs="*", help="SHAPE/WORK of step, or tasks")
+    parser.add_argument("rows", nargs="*", help="rows of step, or tasks")
     parser.add_argument("--first", type=int, help="take so many of the default rows of step")
     parser.add_argument("--skip", type=int, default=0, help="but not so many of them")
     parser.add_argument(

@@ -23,7 +23,7 @@ import fastamp
 from fastamp.bench.arms import Arm
 from fastamp.bench.tasks import compute_loss, draw, find_make, make_training
 from fastamp.bench.trainer import Trainer
-from fastamp.integrations import accelerate, fabric, transformers
+from fastamp.integrations import accelerate, transformers
 
 Epoch = Callable[[], object]
 PRECISIONS = {  # as Accelerate and as Lightning name them
@@ -118,20 +118,26 @@ def train_in_accelerate(
 def train_in_fabric(loop: Loop, _: ExitStack, *, ours: bool = False, **workers: Any) -> Epoch:
     """Train as a script with Lightning's Fabric does."""
     module = importlib.import_module("lightning.fabric")
-    precision = PRECISIONS[loop.dtype][1]
+    is_scaling = ours and loop.dtype is torch.float16  # by us: Fabric has a scaler of its own
+    precision = PRECISIONS[None if is_scaling else loop.dtype][1]
     helper = module.Fabric(accelerator=loop.device, devices=1, precision=precision)
-    if ours:
-        fabric.prepare(helper)
+    scaler = fastamp.GradScaler(loop.device, enabled=is_scaling)
     model, optimizer = helper.setup(loop.model, _choose_optimizer(loop, ours=ours))
     batches = helper.setup_dataloaders(_make_loader(loop, ours=ours, **workers))
-    options = {"max_norm": loop.training.max_norm, "error_if_nonfinite": False}
+    max_norm = loop.training.max_norm
 
     def epoch() -> None:
         for batch in batches:
             optimizer.zero_grad()
-            helper.backward(_find_loss(loop, model, batch))
-            if loop.training.max_norm is not None:
-                helper.clip_gradients(model, optimizer, **options)
+            with torch.autocast(loop.device, torch.float16, enabled=is_scaling):
+                loss = _find_loss(loop, model, batch)
+            helper.backward(scaler.scale(loss))
+            if ours:
+                scaler.step(optimizer.optimizer, max_norm=max_norm)
+                scaler.update()
+                continue
+            if max_norm is not None:
+                helper.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)
             optimizer.step()
 
     return epoch

@@ -1,11 +1,10 @@
-"""The held-out loss of fastamp.AdamW in less memory beside float32: paired seeds, and their curves.
+"""The held-out loss of fastamp.AdamW in less memory beside float32: paired seeds.
 
 `python benchmarks/lean_quality.py`, an hour, trains the model of the bench's job `gpt` and that of
 its main job; of the latter half the batch, and float32 weights under bf16 autocast. All arms start
 from a seed's weights and take its batches. A job fails if lean is worse than float32 by as much as
 two seeds of float32 differ on average, or no better than bfloat16 weights with nothing kept, with
-any seed. The losses are kept in benchmarks/results and drawn for the guide; `--draw` only draws
-those that are there.
+any seed. The losses are kept in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from front_page import stand_alone
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 import fastamp
-from fastamp.bench import pictures
 from fastamp.bench.jobs import language
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.tasks import Training, compute_loss, draw, make_loader, make_training
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "lean_quality.json"
-PICTURE = ROOT / "docs" / "images" / "less-memory.svg"
 
 
 class Work(NamedTuple):
@@ -55,7 +51,6 @@ JOBS = {
     "main": Work(language.MAIN_SHAPES["cpu"], 4, autocast=True),
 }
 WARMUP = 0.05  # of all steps
-CURVES = 9  # rows that a panel is high
 EVALUATIONS = 20  # in a training
 Maker = tuple[torch.dtype, "Callable[..., torch.optim.Optimizer]"]
 ARMS: dict[str, Maker] = {
@@ -128,33 +123,6 @@ def judge(losses: Losses) -> tuple[bool, str]:
     return is_fine, "\n".join([*align(rows), found, "pass" if is_fine else "fail"])
 
 
-def picture(records: dict[str, Losses], steps: int) -> str:
-    """Return the curves of every job, the means over seeds, from a tenth of the steps on."""
-
-    def panel(job: str, losses: Losses) -> pictures.Panel:
-        curves = {
-            name: [fmean(parts) for parts in zip(*found, strict=True)]
-            for name, found in losses.items()
-        }
-
-        def plot(axes: Any) -> None:
-            colours = iter((*pictures.COLOURS, pictures.BAD))
-            at = [steps * (part + 1) / EVALUATIONS for part in range(EVALUATIONS)]
-            for name, curve in curves.items():
-                axes.plot(at[1:], curve[1:], color=next(colours), linewidth=2, label=name)
-            axes.grid(axis="y")
-            axes.set_xlabel("step")
-            axes.legend(loc="upper right", frameon=False)
-
-        rows = [(name, f"at last {curve[-1]:.3f}") for name, curve in curves.items()]
-        rows += [("", "")] * (CURVES - len(rows))
-        seeds = len(losses["float32"])
-        return pictures.Panel(rows, plot, f"held-out loss of the job {job}, mean of {seeds} seeds")
-
-    panels = [panel(job, losses) for job, losses in records.items()]
-    return stand_alone(pictures.draw("held-out loss", panels))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is found of each job; return 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -162,20 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arms", choices=ARMS, nargs="*", default=[*ARMS], help="some of them")
     parser.add_argument("--seeds", type=number(int, 2), default=3, help=DEFAULT)
     parser.add_argument("--steps", type=number(int, EVALUATIONS), default=2000, help=DEFAULT)
-    parser.add_argument("--draw", action="store_true", help="train nothing")
     args = parser.parse_args(argv)
-    jobs = [] if args.draw else args.job
-    found = {job: run(job, args.seeds, args.steps, args.arms) for job in jobs}
+    found = {job: run(job, args.seeds, args.steps, args.arms) for job in args.job}
     kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"jobs": {}}
-    if found:
-        kept = {"steps": args.steps, "jobs": kept["jobs"] | found}
-        RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    kept = {"steps": args.steps, "jobs": kept["jobs"] | found}
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     are_fine = []
     for job, losses in kept["jobs"].items():
         is_fine, text = judge(losses)
         are_fine.append(is_fine)
         print(f"job {job}, {kept['steps']} steps\n{text}")
-    PICTURE.write_text(picture(kept["jobs"], kept["steps"]), encoding="utf-8")
     return int(not all(are_fine))
 
 

@@ -1,6 +1,6 @@
 """Repeat commands of the bench: do the intervals of five runs overlap, and are verdicts given?
 
-`python benchmarks/repeat.py`, 40 minutes on two quiet cores: the main job, three shapes of `step`
+`python benchmarks/repeat.py`, 40 minutes on two quiet cores: the main job, three rows of `step`
 and three jobs, five times each, in turn, in processes of their own. Each run is printed and written
 when it ends; one that fails is counted, and the next goes on. The end says how many of the ten
 pairs of intervals overlap, and how many runs give a verdict. Exit status: 0; 1 unless 95 % of all
@@ -30,12 +30,9 @@ from fastamp.bench.race import SAID, UNTOLD, Interval
 # The command of the bench, and the ratio that is read.
 SUBJECTS = {
     "main": ("train", "fastamp/bf16"),
-    "2000x1000": ("step --shapes 2000x1000 --work adamw", "speedup/2000x1000/adamw"),
-    "network": ("step --shapes network --work adamw-no-scaler", "speedup/network/adamw-no-scaler"),
-    "in-a-loop": (
-        "step --shapes in-a-loop --work adamw-no-scaler",
-        "speedup/in-a-loop/adamw-no-scaler",
-    ),
+    "2000x1000": ("step --rows 2000x1000/adamw", "speedup/2000x1000/adamw"),
+    "open": ("step --rows 2000x1000/adamw-open", "speedup/2000x1000/adamw-open"),
+    "in-a-loop": ("step --rows in-a-loop/adamw", "speedup/in-a-loop/adamw"),
     "mlp": ("train mlp", "fastamp/fp32"),
     "rl": ("train rl", "fastamp/fp32"),
     "small-gpt": ("train small-gpt", "fastamp/fp32"),

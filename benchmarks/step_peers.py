@@ -1,10 +1,10 @@
 """Other people's AdamW against torch's and fastamp's: compiled, DeepSpeed's, and in 8 bits.
 
-`python benchmarks/step_peers.py --shapes gpt2`: unscale, clip and step, as `adamw-open` of `bench
-step`. torch.compile takes about a second for each tensor, which is not timed. DeepSpeedCPUAdam
-needs `pip install deepspeed`, g++ and ninja. apex needs a GPU, and is not raced.
+`python benchmarks/step_peers.py --shapes gpt2`: unscale, clip and step, as `adamw-open` of
+`step_rows.py`. torch.compile takes about a second for each tensor, which is not timed.
+DeepSpeedCPUAdam needs `pip install deepspeed`, g++ and ninja. apex needs a GPU, and is not raced.
 
-`--work adamw-8bit --shapes gpt2,2000x64x64`: clip, step and zero_grad of bfloat16 weights, with
+`--work adamw-8bit --shapes gpt2 2000x64x64`: clip, step and zero_grad of bfloat16 weights, with
 8-bit moments, against torch's fused AdamW on float32. `pip install bitsandbytes torchao`: both keep
 moments of fewer than 4,096 elements as they are, and nothing of what bfloat16 cuts off the weights.
 torchao's step is compiled, with g++, for each shape.
@@ -23,17 +23,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from step_rows import CODES_RTOL, SHAPES, LabRow, Lean, make_row
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+import fastamp
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import Case, run_race, show
-from fastamp.bench.rows import WORK, Shapes, parse_shapes
-from fastamp.bench.step import CODES_RTOL, PLAN, STOCK_RTOL, Side, count_calls, draw_grads
+from fastamp.bench.step import OUR_RTOL, PLAN, STOCK_RTOL, Side, count_calls, draw_grads
 from fastamp.timer.timer import align
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 def compiled(groups: list[dict[str, Any]], lr: float) -> Optimizer:
@@ -68,12 +69,12 @@ class Peer(Side):
     """A side whose optimizer keeps moments in a format of its own."""
 
     zero = 1e-9  # a ten-thousandth of the moments of GPT-2's clipped gradients
+    codes_rtol = CODES_RTOL
 
-    def read(self) -> tuple[dict[int, dict[str, Any]], list[Tensor]]:
+    def read(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the first moments, decoded, and the weights."""
         moments = [first_moment(self.optimizer.state[parameter]) for parameter in self.parameters]
-        states = {place: {self.work.moment: moment} for place, moment in enumerate(moments)}
-        return states, [parameter.detach() for parameter in self.parameters]
+        return moments, [parameter.detach() for parameter in self.parameters]
 
 
 def first_moment(state: dict[str, Any]) -> Tensor:
@@ -88,29 +89,33 @@ def first_moment(state: dict[str, Any]) -> Tensor:
     return values.dequantize() if hasattr(values, "codes") else values
 
 
-def race(shape: Shapes, name: str, rounds: int) -> dict[str, str]:
+def make_side(row: LabRow, arm: str, make: Callable[..., Optimizer]) -> tuple[Side, float]:
+    """Return an arm's side, and the norm of its gradients: of bfloat16 where moments are codes."""
+    is_lean = bool(row.moments) and arm != "torch"
+    kind = Side if not is_lean else Lean if arm == "fastamp" else Peer
+    dtype = torch.bfloat16 if is_lean else row.dtype
+    grads, norm = draw_grads(row.sizes, "cpu", seed=0, dtype=dtype)
+    return kind(replace(row, optimizer=make), grads), norm
+
+
+def race(row: LabRow, rounds: int) -> dict[str, str]:
     """Check each arm against plain float64 arithmetic, and race them; return a row."""
-    work = WORK[name]
-    ours = work.lean or work.optimizer
-    peers = {arm: make for arm, make in PEERS[name].items() if is_installed(arm)}
+    ours = partial(fastamp.AdamW, moments=row.moments) if row.moments else row.optimizer
+    peers = PEERS["adamw-8bit" if row.moments else "adamw-open"]
+    made = {"torch": row.optimizer, **{arm: peers[arm] for arm in peers if is_installed(arm)}}
 
     def make() -> Case:
         sides, arms = {}, {}
-        for arm, optimizer in {"torch": work.optimizer, **peers, "fastamp": ours}.items():
-            dtype = torch.bfloat16 if work.lean and arm != "torch" else shape.dtype
-            grads, norm = draw_grads(shape.sizes, "cpu", seed=0, dtype=dtype)
-            kind = Peer if work.lean and arm in peers else Side
-            each = work._replace(optimizer=optimizer)
-            side = sides[arm] = kind(each, grads, grouped=shape.grouped)
-            arms[arm] = side.fastamp if arm == "fastamp" else side.torch
-            side.check(arms[arm], norm, rtol=CODES_RTOL if kind is Peer else STOCK_RTOL)
-        calls = count_calls(shape)
-        return Case(arms=arms, calls=calls, before=lambda arm: sides[arm].restore())
+        for arm, optimizer in {**made, "fastamp": ours}.items():
+            side, norm = make_side(row, arm, optimizer)
+            sides[arm], arms[arm] = side, side.fastamp if arm == "fastamp" else side.torch
+            side.check(arms[arm], norm, OUR_RTOL if arm == "fastamp" else STOCK_RTOL)
+        return Case(arms=arms, calls=count_calls(row), before=lambda arm: sides[arm].before())
 
     found = run_race(make, replace(PLAN, rounds=rounds))
     times_ms = {f"{arm} ms": show(1e3 * found.quartiles_s(arm)[1], ".3f") for arm in found.arms}
     ratios = {f"{arm} [95 %]": found.ratio(arm).text(".2f", "x") for arm in found.arms[1:]}
-    return {"gradients": shape.text} | times_ms | ratios
+    return {"gradients": row.text} | times_ms | ratios
 
 
 def is_installed(package: str) -> bool:
@@ -121,14 +126,13 @@ def is_installed(package: str) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a row for each shape: times, and how many times as fast as torch's each arm is."""
     parser = argparse.ArgumentParser(description=__doc__)
-    shapes = f"as of `bench step` {DEFAULT}"
-    parser.add_argument("--shapes", type=parse_shapes, default="gpt2", help=shapes)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["gpt2"], help=DEFAULT)
     parser.add_argument("--rounds", type=number(int, 8), default=PLAN.rounds, help="at most")
     parser.add_argument("--work", choices=PEERS, default="adamw-open", help=DEFAULT)
     args = parser.parse_args(argv)
     for package in itertools.filterfalse(is_installed, PEERS[args.work]):
         print(f"not raced: {package} is not installed", file=sys.stderr)
-    rows = [race(shape, args.work, args.rounds) for shape in args.shapes.values()]
+    rows = [race(make_row(shape, args.work), args.rounds) for shape in args.shapes]
     print("\n".join(align([[*rows[0]], *([*row.values()] for row in rows)])))
 
 

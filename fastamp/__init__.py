@@ -18,8 +18,10 @@ from fastamp.data import (
 )
 from fastamp.metrics import MetricsTracker, ScalarStats
 from fastamp.step import (
+    SGD,
     AdamW,
     GradScaler,
+    Lion,
     StepReport,
     clip_grad_norm_,
     clip_grad_value_,
@@ -41,6 +43,7 @@ from fastamp.train import (
 )
 
 __all__ = [
+    "SGD",
     "AdamW",
     "ArrayDataset",
     "BatchCollator",
@@ -49,6 +52,7 @@ __all__ = [
     "DataLoader",
     "GradScaler",
     "ImageFolder",
+    "Lion",
     "LoaderStats",
     "MetricsTracker",
     "ModelCall",

@@ -21,7 +21,7 @@ PackedTensors pack(const Backend& backend, const py::object& tensors) {
   for (Py_ssize_t i = 0; i < size; ++i) {
     found.push_back(read_dense(PyTuple_GET_ITEM(packed.tensors.ptr(), i), backend.device));
     const TensorView view = found.back().value_or(TensorView{});
-    ranges.add(view.data, static_cast<std::size_t>(view.numel * size_of(view.dtype)));
+    ranges.add(view.data, static_cast<std::size_t>(view.numel * size_of(view.format)));
   }
   for (const std::size_t place : ranges.overlapping()) found[place].reset();
   for (Py_ssize_t i = 0; i < size; ++i) {

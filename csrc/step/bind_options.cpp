@@ -30,16 +30,20 @@ struct Names {
     };
     intern(rule.numbers, numbers);
     intern(rule.flags, flags);
-    intern(rule.states, states);
     for (int i = 0; i < kMaxStates; ++i) {
-      const char* option = rule.states[i].option;
-      options[i] = option == nullptr ? nullptr : PyUnicode_InternFromString(option);
+      const State& state = rule.states[i];
+      if (state.name == nullptr) continue;
+      const std::string name = state.name;
+      states[i] = {PyUnicode_InternFromString(state.name),
+                   PyUnicode_InternFromString((name + "_codes").c_str()),
+                   PyUnicode_InternFromString((name + "_scale").c_str())};
+      if (state.option != nullptr) options[i] = PyUnicode_InternFromString(state.option);
     }
   }
   PyObject* numbers[kMaxOptions];
   PyObject* flags[kMaxOptions];
-  PyObject* states[kMaxStates];
-  PyObject* options[kMaxStates];  ///< that the states depend on
+  StateNames states[kMaxStates] = {};
+  PyObject* options[kMaxStates] = {};  ///< that the states depend on
 };
 
 const Names& names_of(const Declaration& rule) {
@@ -104,7 +108,7 @@ void check_implementation(PyObject* group, Group& found, bool is_apart) {
 const float* rate_on_device(PyObject* lr, dlpack::Device device) {
   if (lr == nullptr || PyFloat_Check(lr) || PyLong_Check(lr)) return nullptr;
   const auto found = read_dense(lr, device);
-  if (found && found->dtype == DType::kFloat32 && found->numel == 1)
+  if (found && found->format == Format::kFloat32 && found->numel == 1)
     return static_cast<const float*>(found->data);
   HostTensor on_host;
   if (!read_host_tensor(lr, on_host)) throw Refusal{"lr is not a number that can be read here"};
@@ -129,7 +133,7 @@ py::object as_list(PyObject* sequence, const char* name) {
   throw Refusal{std::string(name) + " cannot be iterated"};
 }
 
-Group read_group(const Declaration& rule, PyObject* group, const Backend& backend) {
+Group read_group(const Declaration& rule, bool is_lean, PyObject* group, const Backend& backend) {
   if (!PyDict_Check(group)) throw Refusal{"a parameter group is not a dict"};
   Group found{};
   check_implementation(group, found, backend.is_apart);
@@ -143,13 +147,16 @@ Group read_group(const Declaration& rule, PyObject* group, const Backend& backen
     read_number(find(group, names.numbers[i]), names.numbers[i], rule.numbers[i], options);
   for (int i = 0; i < kMaxOptions && names.flags[i] != nullptr; ++i)
     options.*rule.flags[i].place = is_true(group, names.flags[i]);
-  for (int i = 0; i < kMaxStates && names.states[i] != nullptr; ++i)
+  for (int i = 0; i < kMaxStates && names.states[i].state != nullptr; ++i)
     if (names.options[i] == nullptr || is_true(group, names.options[i]))
       found.states[found.num_states++] = names.states[i];
-  if (rule.is_kept) {
-    found.is_exact = is_true(group, keys().exact);
-    found.seed = static_cast<std::uint32_t>(number(find(group, keys().seed), keys().seed));
-  }
+  if (!is_lean) return found;
+  found.is_exact = is_true(group, keys().exact);
+  found.seed = static_cast<std::uint32_t>(number(find(group, keys().seed), keys().seed));
+  visit_rule(rule.rule, options, [&](auto kind) {
+    for (int s = 0; s < found.num_states; ++s)
+      found.formats[s] = {nullptr, nullptr, kind.code_of(s), kind.is_random(s)};
+  });
   return found;
 }
 

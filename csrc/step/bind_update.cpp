@@ -85,49 +85,59 @@ struct Spare {
   Ranges ranges;
 };
 
-/// Reads how fastamp.AdamW keeps a parameter: its lower half, and the moments' codes and scales.
-struct KeptReader {
+/// Reads the states of one parameter, and keeps them alive.
+struct StatesOf {
   const Backend& backend;
   const Group& group;
   PyObject* state;
   const Strides& layout;  ///< the parameter's
-  Ranges& ranges;
+  Spare& spare;
   std::vector<py::object>& alive;
-  bool has_codes = false;
 
-  Kept read(ParameterView& view) {
+  /// Reads how a lean optimizer keeps the parameter.
+  void read_weights(ParameterView& view) {
     static PyObject* const low = PyUnicode_InternFromString("low");
-    static PyObject* const scales[] = {PyUnicode_InternFromString("exp_avg_scale"),
-                                       PyUnicode_InternFromString("exp_avg_sq_scale")};
-    static PyObject* const codes[] = {PyUnicode_InternFromString("exp_avg_codes"),
-                                      PyUnicode_InternFromString("exp_avg_sq_codes")};
-    static PyObject* const moments[] = {PyUnicode_InternFromString("exp_avg"),
-                                        PyUnicode_InternFromString("exp_avg_sq")};
-    if (view.param_dtype == DType::kFloat16) throw Refusal{"a parameter is float16"};
-    Kept kept{nullptr, {}, std::max<std::int64_t>(view.numel, 1), group.seed};
+    if (view.param.format == Format::kFloat16) throw Refusal{"a parameter is float16"};
+    std::int64_t row = 1;
+    for (int dim = 1; dim < layout.ndim; ++dim) row *= layout.shape[dim];
+    if (row >= std::int64_t{1} << 31) throw Refusal{"a parameter's row has 2^31 elements"};
+    view.row = static_cast<std::uint32_t>(std::max<std::int64_t>(row, 1));
+    view.seed = group.seed;
+    if (view.param.format != Format::kBFloat16) return;
+    view.param.is_random = !group.is_exact;
+    if (group.is_exact) {
+      Strides other;
+      view.low = static_cast<std::int16_t*>(bytes_of(low, kByte, other));
+      if (!has_pairs(other)) throw Refusal{"low: its shape or layout"};
+    } else if (find(state, low) != nullptr) {
+      throw Refusal{"low: exact was changed"};
+    }
+  }
+
+  /// Reads a state: a lean optimizer's codes and scales, or floats.
+  Stored read(int s, const ParameterView& view, bool is_lean) {
+    const StateNames& names = group.states[s];
+    PyObject* const tensor = find(state, names.state);
     Strides other;
-    if (view.param_dtype == DType::kBFloat16) {
-      if (group.is_exact) {
-        kept.low = static_cast<std::int16_t*>(read(low, kByte, other));
-        if (!has_pairs(other)) throw Refusal{"low: its shape or layout"};
-      } else if (find(state, low) != nullptr) {
-        throw Refusal{"low: exact was changed"};
-      }
+    if (is_lean && find(state, names.codes) != nullptr) {
+      if (tensor != nullptr) throw Refusal{text(names.state) + " was set beside its codes"};
+      Stored found = group.formats[s];
+      found.data = bytes_of(names.codes, kByte, other);
+      if (!is_alike(other, layout)) throw Refusal{text(names.codes) + ": its shape or layout"};
+      found.scales = static_cast<float*>(bytes_of(names.scales, kFloat32, other));
+      if (other.numel() != view.numel / view.row * Blocks::in_row(view.row))
+        throw Refusal{text(names.scales) + ": its number of blocks"};
+      return found;
     }
-    has_codes = find(state, scales[0]) != nullptr;
-    for (int s = 0; s < 2 && has_codes; ++s)
-      if (find(state, moments[s]) != nullptr) throw Refusal{"a moment was set beside its codes"};
-    if (!has_codes || view.numel == 0) return kept;
-    kept.row = 1;
-    for (int dim = 1; dim < layout.ndim; ++dim) kept.row *= layout.shape[dim];
-    for (int s = 0; s < 2; ++s) {
-      view.states[s] = read(codes[s], kByte, other);
-      if (!is_alike(other, layout)) throw Refusal{text(codes[s]) + ": its shape or layout"};
-      kept.scales[s] = static_cast<float*>(read(scales[s], kFloat32, other));
-      if (other.numel() != Blocks(kept.row).count(view.numel))
-        throw Refusal{text(scales[s]) + ": its number of blocks"};
-    }
-    return kept;
+    if (tensor == nullptr || tensor == Py_None) throw kNoState;
+    const auto found = read_dense(tensor, backend.device, &other);
+    if (!found || !is_alike(other, layout))
+      throw Refusal{text(names.state) + ": its dtype, layout or device"};
+    spare.prefetcher.met(tensor, other);
+    add(tensor, found->data, found->numel * size_of(found->format));
+    const bool is_random =
+        is_lean && found->format == Format::kBFloat16 && group.formats[s].is_random;
+    return {found->data, nullptr, found->format, is_random};
   }
 
  private:
@@ -141,14 +151,18 @@ struct KeptReader {
     return found.strides[layout.ndim] == 1 || found.numel() == 0;
   }
 
-  void* read(PyObject* name, dlpack::DataType dtype, Strides& found) {
-    PyObject* tensor = find(state, name);
+  void* bytes_of(PyObject* name, dlpack::DataType dtype, Strides& found) {
+    PyObject* const tensor = find(state, name);
     if (tensor == nullptr) throw kNoState;
     const auto data = read_dense_of(tensor, dtype, backend.device, &found);
     if (!data) throw Refusal{text(name) + ": its dtype, layout or device"};
-    ranges.add(*data, static_cast<std::size_t>(found.numel() * dtype.bits / 8));
-    alive.push_back(py::reinterpret_borrow<py::object>(tensor));
+    add(tensor, *data, found.numel() * dtype.bits / 8);
     return *data;
+  }
+
+  void add(PyObject* tensor, const void* data, std::int64_t nbytes) {
+    spare.ranges.add(data, static_cast<std::size_t>(nbytes));
+    alive.push_back(py::reinterpret_borrow<py::object>(tensor));
   }
 };
 
@@ -164,7 +178,7 @@ struct ReadStep : PackedTensors {
 /// its end: several threads may step one optimizer.
 class Update {
  public:
-  explicit Update(const std::string& rule) : rule_(find_rule(rule)) {}
+  Update(const std::string& rule, bool is_lean) : rule_(find_rule(rule)), is_lean_(is_lean) {}
 
   /// Reads the optimizer, or throws a Refusal. `grads` are those of all parameters, in order, or
   /// None: each parameter's own.
@@ -177,7 +191,6 @@ class Update {
     step.list.rule = rule_.rule;
     step.list.groups.clear();
     step.list.parameters.clear();
-    step.list.kept.clear();
     step.owns_grads = grads.is_none();
     spare.ranges.clear();
     read_all(backend, groups, states, grads, spare, step);
@@ -220,7 +233,7 @@ class Update {
     std::vector<Group> found;
     std::size_t count = 0;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.ptr()); ++i) {
-      found.push_back(read_group(rule_, PySequence_Fast_GET_ITEM(all.ptr(), i), backend));
+      found.push_back(read_group(rule_, is_lean_, PySequence_Fast_GET_ITEM(all.ptr(), i), backend));
       count += static_cast<std::size_t>(PySequence_Fast_GET_SIZE(found.back().params.ptr()));
     }
     py::list own_grads;
@@ -258,48 +271,38 @@ class Update {
     const auto its_grad = read_dense(grad, backend.device, &other);
     if (!its_grad || !is_alike(other, layout))
       throw Refusal{"a gradient's dtype, layout or device"};
-    if (its_grad->dtype == DType::kFloat16 && !group.is_fused)
+    if (its_grad->format == Format::kFloat16 && !group.is_fused)
       throw Refusal{"float16 gradients of an optimizer that is not fused"};
     prefetcher.met(grad, other);
     if (is_negated(param, own->numel) || is_negated(grad, own->numel))
       throw Refusal{"a negated view"};
     const auto take = [&](const TensorView& view) {
-      spare.ranges.add(view.data, static_cast<std::size_t>(view.numel * size_of(view.dtype)));
+      spare.ranges.add(view.data, static_cast<std::size_t>(view.numel * size_of(view.format)));
       return view.data;
     };
     ParameterView view{};
     view.numel = own->numel;
-    view.param = take(*own);
-    view.grad = take(*its_grad);
+    view.param = {take(*own), nullptr, own->format, false};
+    view.grad = {take(*its_grad), nullptr, its_grad->format, false};
+    view.row = 1;
     view.group = static_cast<std::uint32_t>(step.list.groups.size() - 1);
-    view.param_dtype = own->dtype;
-    view.grad_dtype = its_grad->dtype;
     step.add(*its_grad);
     PyObject* state = nullptr;
-    if (group.num_states > 0 || rule_.counts) {
+    const bool counts = rule_.counts || is_lean_;
+    if (group.num_states > 0 || counts) {
       state = reader[param.ptr()];
       if (state == nullptr || !PyDict_Check(state)) throw Refusal{kNoState};
       prefetcher.met(state);
     }
-    bool has_codes = false;
-    if (rule_.is_kept) {
-      KeptReader reader{backend, group, state, layout, spare.ranges, step.states};
-      step.list.kept.push_back(reader.read(view));
-      has_codes = reader.has_codes;
+    StatesOf states{backend, group, state, layout, spare, step.states};
+    if (is_lean_) states.read_weights(view);
+    for (int s = 0; s < group.num_states; ++s) {
+      view.states[s] = states.read(s, view, is_lean_);
+      if (is_coded(view.states[s].format) != view.has_codes() ||
+          (!view.has_codes() && view.states[s].format != view.states[0].format))
+        throw Refusal{"the states' dtypes differ"};
     }
-    for (int s = 0; s < (has_codes ? 0 : group.num_states); ++s) {
-      PyObject* tensor = find(state, group.states[s]);
-      if (tensor == nullptr || tensor == Py_None) throw Refusal{kNoState};
-      const auto found = read_dense(tensor, backend.device, &other);
-      if (!found || !is_alike(other, layout))
-        throw Refusal{text(group.states[s]) + ": its dtype, layout or device"};
-      if (s > 0 && found->dtype != view.state_dtype) throw Refusal{"the states' dtypes differ"};
-      prefetcher.met(tensor, other);
-      view.state_dtype = found->dtype;
-      view.states[s] = take(*found);
-      step.states.push_back(py::reinterpret_borrow<py::object>(tensor));
-    }
-    if (rule_.counts)
+    if (counts)
       view.step =
           static_cast<float*>(take(read_count(backend, group, state, prefetcher, step.states)));
     step.list.parameters.push_back(view);
@@ -313,7 +316,7 @@ class Update {
     PyObject* tensor = find(state, name);
     if (tensor == nullptr) throw kNoState;
     const auto is_count = [](const std::optional<TensorView>& view) {
-      return view && view->dtype == DType::kFloat32 && view->numel == 1;
+      return view && view->format == Format::kFloat32 && view->numel == 1;
     };
     Strides layout;
     const auto found = read_dense(tensor, backend.device, &layout);
@@ -328,6 +331,7 @@ class Update {
   }
 
   const Declaration& rule_;
+  bool is_lean_;
   Spare spare_;
 };
 
@@ -427,7 +431,8 @@ py::dict declarations() {
 
 void define_update(py::module_& module, py::class_<Backend>& backend) {
   py::class_<ReadStep, PackedTensors>(module, "ReadStep");
-  py::class_<Update>(module, "Update").def(py::init<const std::string&>(), py::arg("rule"));
+  py::class_<Update>(module, "Update")
+      .def(py::init<const std::string&, bool>(), py::arg("rule"), py::arg("is_lean") = false);
   backend
       .def("read", &read_step, py::arg("update"), py::arg("groups"), py::arg("states"),
            py::arg("grads"))

@@ -18,6 +18,8 @@ struct Chunk {
   std::int64_t numel;
 };
 
+inline std::int64_t room_of(const TensorView& view) { return view.numel; }
+
 /// The chunks of all tensors in list order, grouped into tasks that are worth a thread's while.
 struct Chunks {
   std::vector<Chunk> all;
@@ -28,12 +30,13 @@ struct Chunks {
     std::int64_t in_task = kChunk;
     all.reserve(tensors.size());
     for (std::size_t i = 0; i < tensors.size(); ++i) {
-      for (std::int64_t start = 0; start < tensors[i].numel; start += kChunk) {
+      const std::int64_t room = room_of(tensors[i]);
+      for (std::int64_t start = 0; start < room; start += kChunk) {
         if (in_task >= kChunk) {
           task_starts.push_back(all.size());
           in_task = 0;
         }
-        const std::int64_t numel = std::min(kChunk, tensors[i].numel - start);
+        const std::int64_t numel = std::min(kChunk, room - start);
         all.push_back({static_cast<std::uint32_t>(i), start, numel});
         in_task += numel;
       }

@@ -14,15 +14,15 @@ __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(float x, __nv_bfloat16* out) { *out = __float2bfloat16_rn(x); }
 __device__ inline void from_float(float x, __half* out) { *out = __float2half_rn(x); }
 
-/// The one place that turns a DType into a device type.
+/// The one place that turns a Format into a device type.
 template <typename Fn>
-__device__ auto visit_dtype(DType dtype, Fn fn) {
-  switch (dtype) {
-    case DType::kBFloat16:
+__device__ auto visit_format(Format format, Fn fn) {
+  switch (format) {
+    case Format::kBFloat16:
       return fn(__nv_bfloat16{});
-    case DType::kFloat16:
+    case Format::kFloat16:
       return fn(__half{});
-    case DType::kFloat32:
+    default:
       break;
   }
   return fn(float{});

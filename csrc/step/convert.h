@@ -70,15 +70,17 @@ FASTAMP_INLINE void from_float(float x, Float16* out) {
   out->bits = static_cast<std::uint16_t>(sign | magnitude);
 }
 
-/// The one place that turns a DType into a host type.
+/// The one place that turns a Format into a host type.
 template <typename Fn>
-FASTAMP_INLINE auto visit_host_dtype(DType dtype, Fn fn) {
-  switch (dtype) {
-    case DType::kBFloat16:
+FASTAMP_INLINE auto visit_host_format(Format format, Fn fn) {
+  switch (format) {
+    case Format::kBFloat16:
       return fn(BFloat16{});
-    case DType::kFloat16:
+    case Format::kFloat16:
       return fn(Float16{});
-    case DType::kFloat32:
+    case Format::kFloat32:
+    case Format::kSigned8:  // codes are no numbers without their scales
+    case Format::kUnsigned8:
       break;
   }
   return fn(float{});

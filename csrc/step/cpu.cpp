@@ -31,7 +31,7 @@ FASTAMP_INLINE double reduce_strip(const T* data, std::int64_t numel) {
 }
 
 FASTAMP_SIMD_CLONES double reduce(const TensorView& chunk) {
-  return visit_host_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+  return visit_host_format(chunk.format, [&](auto tag) FASTAMP_INLINE_LAMBDA {
     const auto* elements = static_cast<const decltype(tag)*>(chunk.data);
     double strips[kStripsPerChunk] = {};
     for (std::int64_t s = 0, at = 0; at < chunk.numel; ++s, at += kStrip)
@@ -41,7 +41,7 @@ FASTAMP_SIMD_CLONES double reduce(const TensorView& chunk) {
 }
 
 FASTAMP_SIMD_CLONES void rescale(const TensorView& chunk, float factor) {
-  visit_host_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+  visit_host_format(chunk.format, [&](auto tag) FASTAMP_INLINE_LAMBDA {
     auto* elements = static_cast<decltype(tag)*>(chunk.data);
     for (std::int64_t i = 0; i < chunk.numel; ++i)
       from_float(to_float(elements[i]) * factor, &elements[i]);
@@ -54,8 +54,8 @@ void for_each_chunk(const Chunks& chunks, const TensorList& tensors, int num_thr
                     const Fn& body) {
   const auto view_of = [&](const Chunk& chunk) {
     const TensorView& tensor = tensors[chunk.tensor];
-    char* const data = static_cast<char*>(tensor.data) + chunk.start * size_of(tensor.dtype);
-    return TensorView{data, chunk.numel, tensor.dtype};
+    char* const data = static_cast<char*>(tensor.data) + chunk.start * size_of(tensor.format);
+    return TensorView{data, chunk.numel, tensor.format};
   };
   chunks.for_each_task(num_threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {

@@ -26,7 +26,7 @@ struct Entry {
   void* data;
   std::uint32_t first_chunk;
   std::uint32_t tail_numel : 24;  // elements of the last chunk
-  std::uint32_t dtype : 8;
+  std::uint32_t format : 8;
 };
 // The first driver that reads compressed code: of CUDA 12.4. One of 12.x runs nothing of 13.x.
 constexpr int kOldestDriver = CUDART_VERSION < 13000 ? 12040 : 13000;
@@ -37,8 +37,8 @@ template <typename GradTable>
 __device__ TensorView find_chunk(const GradTable& table, std::uint32_t index) {
   const Place place = find_place(table.entries, table.count, table.num_chunks, index, kChunk);
   const Entry& entry = table.entries[place.entry];
-  const auto dtype = static_cast<DType>(entry.dtype);
-  return {static_cast<char*>(entry.data) + place.start * size_of(dtype), place.numel, dtype};
+  const auto format = static_cast<Format>(entry.format);
+  return {static_cast<char*>(entry.data) + place.start * size_of(format), place.numel, format};
 }
 
 /// One block reduces one chunk into partial[blockIdx.x].
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   const int strip = static_cast<int>(threadIdx.x) / kWarp;
   const int start = strip * static_cast<int>(kStrip);
   const int left = static_cast<int>(chunk.numel) - start;
-  const double sum = visit_dtype(chunk.dtype, [&](auto tag) {
+  const double sum = visit_format(chunk.format, [&](auto tag) {
     const auto* data = static_cast<const decltype(tag)*>(chunk.data) + start;
     const int numel = left < kStrip ? left : static_cast<int>(kStrip);
     return left > 0 ? reduce_strip(data, numel) : 0.0;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
   const float value = *factor;
   if (value == 1.0F) return;
   const TensorView chunk = find_chunk(table, blockIdx.x);
-  visit_dtype(chunk.dtype, [&](auto tag) {
+  visit_format(chunk.format, [&](auto tag) {
     rescale_chunk(static_cast<decltype(tag)*>(chunk.data), static_cast<int>(chunk.numel), value);
   });
 }
@@ -142,7 +142,7 @@ void for_each_grad_table(const TensorList& tensors, const Use& use) {
     if (tensors[i].numel == 0) return;
     Entry& entry = table.entries[table.count++];
     entry.data = tensors[i].data;
-    entry.dtype = static_cast<std::uint32_t>(tensors[i].dtype);
+    entry.format = static_cast<std::uint32_t>(tensors[i].format);
     place_entry(entry, tensors[i].numel, kChunk, table.num_chunks);
   };
   for_each_table<Entry>(tensors.size(), add, [&](const auto& table) {

@@ -1,12 +1,13 @@
-// How fastamp.AdamW keeps float32 values in fewer bits: weights in 16, or in 16 and 16 more,
-// moments in 16 or 8. Integer arithmetic, products and sums of float32, for host and device, so
-// that all backends get the same bits.
+// How lean optimizers keep float32 values in fewer bits: weights in 16, or in 16 and 16 more,
+// states in 16 or 8. Integer arithmetic, products and sums of float32, for host and device, so that
+// all backends get the same bits.
 #pragma once
 
 #include <cstdint>
 
 #include "step/convert.h"
 #include "step/math.h"
+#include "step/update.h"
 #include "support/macros.h"
 
 namespace fastamp {
@@ -54,10 +55,11 @@ FASTAMP_HD inline std::uint32_t key_of(std::uint32_t seed, float step) {
   return mix(static_cast<std::uint32_t>(step), mix(seed, 0x9e3779b9U));
 }
 
-/// The random bits of one element. The first moment is different in nearly all elements and steps,
-/// and the same on every rank, however the parameter is sharded.
-FASTAMP_HD FASTAMP_INLINE std::uint32_t noise_of(float exp_avg, std::uint32_t key) {
-  return mix(bits_of(exp_avg), key);
+/// The random bits of one element, of its first state and its weight after the update and its place
+/// in its row: the same on every rank, however rows are sharded.
+FASTAMP_HD FASTAMP_INLINE std::uint32_t noise_of(float state, float param, std::uint32_t place,
+                                                 std::uint32_t key) {
+  return mix(bits_of(state) ^ (bits_of(param) * 0x9e3779b1U + place), key);
 }
 
 /// Rounds up with a probability of what is cut off, by the lower 16 bits of `noise`.
@@ -74,40 +76,94 @@ constexpr int kDropped = 23 - kMantissa;       // bits of a float32's mantissa
 constexpr std::uint32_t kOne = 127U << 23;     // 1.0F
 constexpr float kSmallestLargest = 0x1p-100F;  // blocks below are kept as zeros
 
-/// The first moment's: a sign and 7 bits, to the nearest.
+/// A sign and 7 bits.
 struct SignedCode {
+  static constexpr bool kHasSign = true;
   static constexpr float kLeast = 0;
   static constexpr float kTop = 247;
 };
 
-/// The second moment's: 8 bits. A step changes it by a thousandth, and codes are 3 to 6 % apart: it
-/// is rounded randomly, or it would never change. Codes stand for 1/32 more: the update divides by
-/// the root, so none is zero.
+/// 8 bits, of a mean of squares. Codes stand for 1/32 more: the update divides by the root, so none
+/// is zero.
 struct UnsignedCode {
+  static constexpr bool kHasSign = false;
   static constexpr float kLeast = 1.0F / 32;
   static constexpr float kTop = 63487 + kLeast;
 };
 
-/// The blocks of a tensor: each row has whole ones, and a shorter one at its end.
-struct Blocks {
-  std::int64_t row;
-  std::int64_t per_row;
+/// Calls fn(Code{}) with the code of a format of 8 bits.
+template <typename Fn>
+FASTAMP_HD FASTAMP_INLINE auto visit_code(Format format, Fn fn) {
+  return format == Format::kSigned8 ? fn(SignedCode{}) : fn(UnsignedCode{});
+}
 
-  FASTAMP_HD explicit Blocks(std::int64_t row_numel)
-      : row(row_numel), per_row((row_numel + kBlockSize - 1) / kBlockSize) {}
-
-  FASTAMP_HD std::int64_t count(std::int64_t numel) const {
-    return numel > 0 ? numel / row * per_row : 0;
-  }
-  FASTAMP_HD std::int64_t start(std::int64_t block) const {
-    return block / per_row * row + block % per_row * kBlockSize;
-  }
-  FASTAMP_HD int numel(std::int64_t block) const {
-    const std::int64_t rest = row - block % per_row * kBlockSize;
-    return static_cast<int>(rest < kBlockSize ? rest : kBlockSize);
-  }
+/// Some neighboring elements of a parameter.
+struct Block {
+  std::int64_t number;  ///< of codes: the place of its scale
+  std::int64_t start;   ///< its first element
+  int numel;
+  std::uint32_t place;  ///< of its first element in its row
 };
-constexpr std::int64_t kBlocksPerChunk = kChunk / kBlockSize;
+
+/// The blocks of a chunk. Those of codes lie within rows: each row has whole ones, and a shorter
+/// one at its end, and the chunk is a range of what would fit into whole ones. Those of floats fill
+/// the chunk, in any size.
+class Blocks {
+ public:
+  FASTAMP_HD static std::int64_t in_row(std::int64_t row) {
+    return (row + kBlockSize - 1) / kBlockSize;
+  }
+
+  FASTAMP_HD Blocks(std::int64_t start, std::int64_t numel, std::uint32_t row, bool has_codes,
+                    std::int64_t size_of_floats)
+      : numel_(numel), row_(row), size_(has_codes ? kBlockSize : size_of_floats), start_(start) {
+    if (!has_codes) {
+      place_ = static_cast<std::uint32_t>(start % row_);
+      return;
+    }
+    per_row_ = static_cast<std::uint32_t>(in_row(row));
+    number_ = start / kBlockSize;
+    start_ = number_ / per_row_ * row_;
+    place_ = static_cast<std::uint32_t>(number_ % per_row_);
+  }
+
+  FASTAMP_HD std::uint32_t count() const {
+    return static_cast<std::uint32_t>((numel_ + size_ - 1) / size_);
+  }
+
+  /// Divides 32 bits only: 64 take a GPU ten times as long.
+  FASTAMP_HD FASTAMP_INLINE Block operator[](std::uint32_t i) const {
+    if (per_row_ == 0) {
+      const std::int64_t from = i * size_;
+      const auto place = (place_ + static_cast<std::uint32_t>(from)) % row_;
+      return {0, start_ + from, smaller(size_, numel_ - from), place};
+    }
+    const std::uint32_t block = place_ + i;
+    const std::uint32_t rows = block / per_row_;
+    const auto place = (block - rows * per_row_) * static_cast<std::uint32_t>(kBlockSize);
+    return {number_ + i, start_ + static_cast<std::int64_t>(rows) * row_ + place,
+            smaller(kBlockSize, row_ - place), place};
+  }
+
+ private:
+  FASTAMP_HD static int smaller(std::int64_t one, std::int64_t other) {
+    return static_cast<int>(one < other ? one : other);
+  }
+
+  std::int64_t numel_;
+  std::uint32_t row_;
+  std::int64_t size_;
+  std::int64_t start_;         // of the chunk or, of codes, of the row with its first block
+  std::int64_t number_ = 0;    // of the first block
+  std::uint32_t per_row_ = 0;  // blocks of codes in a row
+  std::uint32_t place_ = 0;    // of the first element in its row or, of codes, of its block there
+};
+
+/// Returns the elements that chunks divide: with codes as many as whole blocks have room for.
+inline std::int64_t room_of(const ParameterView& view) {
+  if (!view.has_codes()) return view.numel;
+  return view.numel / view.row * Blocks::in_row(view.row) * kBlockSize;
+}
 
 /// Of a block, by its largest magnitude: `scale` multiplies values of codes, `inverse` moments.
 struct BlockScale {
@@ -128,37 +184,33 @@ FASTAMP_HD FASTAMP_INLINE float value_of(std::uint32_t code) {
   return float_of((code << kDropped) + kOne) - (1 - Code::kLeast);
 }
 
-/// Returns the code of a magnitude that was multiplied by the inverse scale. `rounding` is half a
-/// step, or random and below one: the largest value gets the largest code.
-template <typename Code>
-FASTAMP_HD FASTAMP_INLINE std::uint32_t code_of(float value, std::uint32_t rounding) {
-  float limited = value < Code::kTop ? value : Code::kTop;  // NaN too
-  limited = limited > Code::kLeast ? limited : Code::kLeast;
-  return (bits_of(limited + (1 - Code::kLeast)) + rounding - kOne) >> kDropped;
+/// The rounding to the nearest code: half a step.
+constexpr std::uint32_t kNearest = 1U << (kDropped - 1);
+
+/// The random rounding by the upper 16 bits of `noise`, kept a little from both ends: a decoded
+/// value gets its own code.
+FASTAMP_HD FASTAMP_INLINE std::uint32_t rounding_of(std::uint32_t noise) {
+  constexpr int kShift = kDropped - 16;
+  return ((noise >> 16) << kShift) + (1U << (kShift - 1));
 }
 
-FASTAMP_HD FASTAMP_INLINE float decode_signed(std::uint8_t code, float scale) {
-  const float value = product(value_of<SignedCode>(code & 127U), scale);
+template <typename Code>
+FASTAMP_HD FASTAMP_INLINE float decode(std::uint8_t code, float scale) {
+  if (!Code::kHasSign) return product(value_of<Code>(code), scale);
+  const float value = product(value_of<Code>(code & 127U), scale);
   return float_of(bits_of(value) | (static_cast<std::uint32_t>(code & 128U) << 24));
 }
 
-FASTAMP_HD FASTAMP_INLINE std::uint8_t encode_signed(float x, float inverse) {
-  const std::uint32_t sign = (bits_of(x) >> 24) & 128U;
-  const float value = product(float_of(magnitude_of(x)), inverse);
-  return static_cast<std::uint8_t>(sign | code_of<SignedCode>(value, 1U << (kDropped - 1)));
-}
-
-FASTAMP_HD FASTAMP_INLINE float decode_unsigned(std::uint8_t code, float scale) {
-  return product(value_of<UnsignedCode>(code), scale);
-}
-
-/// By the upper 16 bits of `noise`, kept a little from both ends: a decoded value gets its own
-/// code.
-FASTAMP_HD FASTAMP_INLINE std::uint8_t encode_unsigned(float x, float inverse,
-                                                       std::uint32_t noise) {
-  constexpr int kShift = kDropped - 16;
-  const std::uint32_t rounding = ((noise >> 16) << kShift) + (1U << (kShift - 1));
-  return static_cast<std::uint8_t>(code_of<UnsignedCode>(product(x, inverse), rounding));
+/// Returns the code of a value in a block with an inverse scale. The largest value gets the largest
+/// code: `rounding` is below one step.
+template <typename Code>
+FASTAMP_HD FASTAMP_INLINE std::uint8_t encode(float x, float inverse, std::uint32_t rounding) {
+  const std::uint32_t sign = Code::kHasSign ? (bits_of(x) >> 24) & 128U : 0;
+  const float value = product(Code::kHasSign ? float_of(magnitude_of(x)) : x, inverse);
+  float limited = value < Code::kTop ? value : Code::kTop;  // NaN too
+  limited = limited > Code::kLeast ? limited : Code::kLeast;
+  const std::uint32_t code = (bits_of(limited + (1 - Code::kLeast)) + rounding - kOne) >> kDropped;
+  return static_cast<std::uint8_t>(sign | code);
 }
 
 }  // namespace fastamp

@@ -2,12 +2,12 @@
 // hold.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "step/device.h"
+#include "step/formats.h"
 #include "step/rules.h"
 #include "step/table.cuh"
 
@@ -27,9 +27,9 @@ struct Entry {
   std::uint32_t first_chunk;
   std::uint32_t tail_numel : 17;  // elements of the last chunk
   std::uint32_t group : 9;
-  std::uint32_t param_dtype : 2;
-  std::uint32_t grad_dtype : 2;
-  std::uint32_t state_dtype : 2;
+  std::uint32_t param_format : 2;
+  std::uint32_t grad_format : 2;
+  std::uint32_t state_format : 2;  // unless they are codes
 };
 
 /// Entries, and behind them their groups' options: many parameters of few groups, or fewer of many.
@@ -88,20 +88,20 @@ class Launcher {
         spec_(spec),
         stream_(stream) {}
 
-  /// Adds a parameter, with chunks for `numel` elements; fills in all that an Entry has.
-  void add(Item item, const ParameterView& view, std::int64_t numel) {
+  /// Adds a parameter; fills in all that an Entry has.
+  void add(Item item, const ParameterView& view) {
     if (nbytes() + sizeof(Item) + sizeof(GroupOptions) > kLongTable) flush();
     if (groups_.empty() || group_ != view.group) groups_.push_back(list_.groups[view.group]);
     group_ = view.group;
-    item.tensors[0] = view.param;
-    std::copy_n(view.states, Item::kStates, item.tensors + 1);
-    item.tensors[1 + Item::kStates] = view.grad;
+    item.tensors[0] = view.param.data;
+    for (int s = 0; s < Item::kStates; ++s) item.tensors[1 + s] = view.states[s].data;
+    item.tensors[1 + Item::kStates] = view.grad.data;
     item.step = view.step;
     item.group = static_cast<std::uint32_t>(groups_.size() - 1) & 0x1ffU;
-    item.param_dtype = static_cast<std::uint32_t>(view.param_dtype) & 3U;
-    item.grad_dtype = static_cast<std::uint32_t>(view.grad_dtype) & 3U;
-    item.state_dtype = static_cast<std::uint32_t>(view.state_dtype) & 3U;
-    place_entry(item, numel, chunk_, num_chunks_);
+    item.param_format = static_cast<std::uint32_t>(view.param.format) & 3U;
+    item.grad_format = static_cast<std::uint32_t>(view.grad.format) & 3U;
+    item.state_format = static_cast<std::uint32_t>(view.states[0].format) & 3U;
+    place_entry(item, room_of(view), chunk_, num_chunks_);
     items_.push_back(item);
   }
 
@@ -146,10 +146,10 @@ class Launcher {
   cudaStream_t stream_;
 };
 
-/// The update of fastamp.AdamW, kept.cu.
-void launch_kept(const UpdateList& list, const UpdateSpec& spec, cudaStream_t stream);
+/// Updates the parameters that are not plain, lean.cu.
+void launch_lean(const UpdateList& list, const UpdateSpec& spec, cudaStream_t stream);
 
 /// Throws unless the current device has code for it.
-void check_kept_kernel();
+void check_lean_kernels();
 
 }  // namespace fastamp

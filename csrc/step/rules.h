@@ -13,7 +13,7 @@
 namespace fastamp {
 
 /// The optimizers whose update the core makes. AdamW is Adam with decoupled decay.
-enum class Rule : std::uint8_t { kAdam, kSgd, kMuonMomentum, kMuonWrite };
+enum class Rule : std::uint8_t { kAdam, kSgd, kLion, kMuonMomentum, kMuonWrite };
 
 /// Squares repeatedly: `pow` differs between C libraries.
 FASTAMP_HD inline double power(double base, std::uint64_t exponent) {
@@ -42,11 +42,27 @@ FASTAMP_HD inline float decayed(float grad, float param, float sign, float decay
   return decay != 0 ? grad + product(decay, param) : grad;
 }
 
-/// torch.optim.Adam and AdamW: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
+/// How a lean optimizer keeps a rule's states in fewer bits, unless the rule says otherwise. A step
+/// changes them by a hundredth, and codes are 3 to 6 % apart: they are rounded randomly, or they
+/// would never change.
+struct InFormats {
+  static constexpr bool kIsLean = true;
+  FASTAMP_HD static constexpr Format code_of(int) { return Format::kSigned8; }
+  FASTAMP_HD static constexpr bool is_random(int) { return true; }
+};
+
+/// torch.optim.Adam and AdamW: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. The first
+/// changes by a tenth in a step.
 template <bool kAmsgrad>
-struct Adam {
+struct Adam : InFormats {
   static constexpr Rule kRule = Rule::kAdam;
   static constexpr int kStates = kAmsgrad ? 3 : 2;
+  static constexpr bool kIsLean = !kAmsgrad;
+
+  FASTAMP_HD static constexpr Format code_of(int s) {
+    return s == 0 ? Format::kSigned8 : Format::kUnsigned8;
+  }
+  FASTAMP_HD static constexpr bool is_random(int s) { return s > 0; }
 
   static bool serves(const GroupOptions& group) { return group.amsgrad == kAmsgrad; }
 
@@ -99,7 +115,7 @@ struct Adam {
 
 /// torch.optim.SGD without dampening: momentum_buffer, if there is momentum.
 template <bool kMomentum>
-struct Sgd {
+struct Sgd : InFormats {
   static constexpr Rule kRule = Rule::kSgd;
   static constexpr int kStates = kMomentum ? 1 : 0;
 
@@ -129,6 +145,44 @@ struct Sgd {
   }
 };
 
+/// Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms", program 1): exp_avg.
+/// The parameter moves by the sign of an average of gradients, and its decay is decoupled.
+struct Lion : InFormats {
+  static constexpr Rule kRule = Rule::kLion;
+  static constexpr int kStates = 1;
+
+  static bool serves(const GroupOptions&) { return true; }
+
+  struct Terms {
+    float lr;
+    float beta1;
+    float weight1;
+    float beta2;
+    float weight2;
+    float sign;
+    float keep;  ///< multiplies the parameter: 1 - lr * weight_decay
+  };
+
+  FASTAMP_HD static Terms terms(const GroupOptions& group, float) {
+    return {static_cast<float>(group.lr),
+            static_cast<float>(group.beta1),
+            static_cast<float>(1 - group.beta1),
+            static_cast<float>(group.beta2),
+            static_cast<float>(1 - group.beta2),
+            group.maximize ? -1.0F : 1.0F,
+            static_cast<float>(1 - product(group.lr, group.weight_decay))};
+  }
+
+  FASTAMP_HD static void apply(const Terms& terms, float grad, float& param, float* states) {
+    grad *= terms.sign;
+    float& exp_avg = states[0];
+    const float average = product(exp_avg, terms.beta1) + product(grad, terms.weight1);
+    const float change = average > 0 ? terms.lr : average < 0 ? -terms.lr : average;  // 0, NaN
+    param = product(param, terms.keep) - change;
+    exp_avg = product(exp_avg, terms.beta2) + product(grad, terms.weight2);
+  }
+};
+
 /// Interpolates from the nearer end, as torch.lerp does.
 struct Interpolation {
   bool from_end;
@@ -146,7 +200,8 @@ struct Interpolation {
 
 /// torch.optim.Muon before its products: momentum_buffer. The parameter is what will be multiplied,
 /// and is only written.
-struct MuonMomentum {
+struct MuonMomentum : InFormats {
+  static constexpr bool kIsLean = false;
   static constexpr Rule kRule = Rule::kMuonMomentum;
   static constexpr int kStates = 1;
 
@@ -171,7 +226,8 @@ struct MuonMomentum {
 };
 
 /// torch.optim.Muon after its products, of which the gradient is the result.
-struct MuonWrite {
+struct MuonWrite : InFormats {
+  static constexpr bool kIsLean = false;
   static constexpr Rule kRule = Rule::kMuonWrite;
   static constexpr int kStates = 0;
 
@@ -212,10 +268,9 @@ struct State {
   const char* option = nullptr;
 };
 
-/// How a state begins: in the parameter's dtype or the gradient's, or as fastamp's class makes it.
+/// How a state of torch's begins: in the parameter's dtype or the gradient's.
 constexpr const char* kZeros = "zeros";
 constexpr const char* kZerosOfGradient = "zeros of the gradient";
-constexpr const char* kByItsClass = "by its class";
 
 /// All of a rule but its arithmetic, for the core and for Python; names are torch's.
 struct Declaration {
@@ -225,8 +280,7 @@ struct Declaration {
   Flag flags[kMaxOptions];
   State states[kMaxStates];  ///< in the order in which `apply` takes them
   const char* first;
-  bool counts;           ///< whether "step" is a count of steps
-  bool is_kept = false;  ///< in formats of step/formats.h
+  bool counts;  ///< whether "step" is a count of steps; a lean optimizer's always is
 };
 
 using G = GroupOptions;
@@ -241,14 +295,6 @@ inline const Declaration kDeclarations[] = {
      {{"exp_avg"}, {"exp_avg_sq"}, {"max_exp_avg_sq", "amsgrad"}},
      kZeros,
      true},
-    {Rule::kAdam,
-     "fastamp.AdamW",
-     {kDecay, kEps, {"betas", &G::beta1, &G::beta2}},
-     {kMaximize, {"decoupled_weight_decay", &G::decoupled}},
-     {{"exp_avg"}, {"exp_avg_sq"}},
-     kByItsClass,
-     true,
-     true},
     {Rule::kSgd,
      "SGD",
      {kDecay, {"momentum", &G::momentum}, {"dampening", nullptr}},
@@ -256,6 +302,13 @@ inline const Declaration kDeclarations[] = {
      {{"momentum_buffer", "momentum"}},
      kZerosOfGradient,
      false},
+    {Rule::kLion,
+     "Lion",
+     {kDecay, {"betas", &G::beta1, &G::beta2}},
+     {kMaximize},
+     {{"exp_avg"}},
+     kZeros,
+     true},
     {Rule::kMuonMomentum,
      "Muon, momentum",
      {{"momentum", &G::momentum}},
@@ -273,6 +326,7 @@ FASTAMP_INLINE void for_each_kind(Fn fn) {
   fn(Adam<true>{});
   fn(Sgd<false>{});
   fn(Sgd<true>{});
+  fn(Lion{});
   fn(MuonMomentum{});
   fn(MuonWrite{});
 }

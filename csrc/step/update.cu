@@ -21,10 +21,10 @@ __device__ void update_chunk(const Entry<Kind::kStates>& entry, std::int64_t sta
   constexpr int kGrad = 1 + Kind::kStates;
   const float factor = factor_of(spec);
   const bool write_grads = spec.write_grads && factor != 1.0F;
-  const TensorChunk param(entry.tensors[0], entry.param_dtype, start);
-  const TensorChunk grad(entry.tensors[kGrad], entry.grad_dtype, start);
+  const TensorChunk param(entry.tensors[0], entry.param_format, start);
+  const TensorChunk grad(entry.tensors[kGrad], entry.grad_format, start);
   const auto state = [&](int s) {
-    return TensorChunk(entry.tensors[1 + s], entry.state_dtype, start);
+    return TensorChunk(entry.tensors[1 + s], entry.state_format, start);
   };
   for (int i = static_cast<int>(threadIdx.x) * kVector; i < numel; i += kThreads * kVector) {
     const int count = numel - i;
@@ -77,25 +77,23 @@ void check_update_kernels() {
     check_kernel("update_kernel", update_kernel<decltype(kind), kLongTable>);
     check_kernel("update_kernel", update_kernel<decltype(kind), kShortTable>);
   });
-  check_kept_kernel();
+  check_lean_kernels();
 }
 
 void update_on_cuda(const UpdateList& list, const UpdateSpec& spec, const Launch& where) {
   const DeviceGuard guard(where.device_index);
   const auto stream = static_cast<cudaStream_t>(where.stream);
   if (spec.counts) launch_count(list, spec.found_inf, stream);
-  if (!list.kept.empty())
-    launch_kept(list, spec, stream);
-  else
-    for_each_kind([&](auto kind) {
-      using Kind = decltype(kind);
-      if (Kind::kRule != list.rule) return;
-      Launcher<Entry<Kind::kStates>> launcher("update_kernel", update_kernel<Kind, kLongTable>,
-                                              update_kernel<Kind, kShortTable>, list, spec, stream);
-      for (const ParameterView& view : list.parameters)
-        if (Kind::serves(list.groups[view.group])) launcher.add({}, view, view.numel);
-      launcher.flush();
-    });
+  launch_lean(list, spec, stream);
+  for_each_kind([&](auto kind) {
+    using Kind = decltype(kind);
+    if (Kind::kRule != list.rule) return;
+    Launcher<Entry<Kind::kStates>> launcher("update_kernel", update_kernel<Kind, kLongTable>,
+                                            update_kernel<Kind, kShortTable>, list, spec, stream);
+    for (const ParameterView& view : list.parameters)
+      if (view.is_plain() && Kind::serves(list.groups[view.group])) launcher.add({}, view);
+    launcher.flush();
+  });
 }
 
 }  // namespace fastamp

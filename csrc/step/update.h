@@ -28,33 +28,40 @@ struct GroupOptions {
 
 constexpr int kMaxStates = 3;
 
+/// A tensor whose values are kept in a format.
+struct Stored {
+  void* data;
+  float* scales;  ///< of the blocks of codes
+  Format format;
+  bool is_random;  ///< whether values are rounded randomly, rather than to the nearest
+};
+
 /// One parameter with everything that its update reads and writes, all in the same order of memory.
 struct ParameterView {
   std::int64_t numel;
-  void* param;
-  void* grad;
-  void* states[kMaxStates];  ///< those that the optimizer has, then null
-  float* step;               ///< the count of steps; null where the optimizer keeps none
+  Stored param;
+  Stored grad;
+  Stored states[kMaxStates];  ///< those that the optimizer has, then null
+  float* step;                ///< the count of steps; null where the optimizer keeps none
+  std::int16_t* low;          ///< the lower 16 bits of exact bfloat16 weights; null: none are kept
+  std::uint32_t row;          ///< elements of a row of the first dimension, for a lean optimizer
+  std::uint32_t seed;         ///< of random rounding
   std::uint32_t group;
-  DType param_dtype;
-  DType grad_dtype;
-  DType state_dtype;
-};
 
-/// How fastamp.AdamW keeps a parameter and its moments; see step/formats.h. Moments without scales
-/// are floats; a 16-bit parameter without a lower half is rounded randomly.
-struct Kept {
-  std::int16_t* low;
-  float* scales[2];
-  std::int64_t row;  ///< elements of a row of the first dimension, within which blocks lie
-  std::uint32_t seed;
+  bool has_codes() const { return is_coded(states[0].format); }
+  bool has_noise() const {
+    bool found = param.is_random;
+    for (const Stored& state : states) found |= state.is_random;
+    return found;
+  }
+  /// Whether all values are floats, rounded to the nearest.
+  bool is_plain() const { return low == nullptr && !has_codes() && !has_noise(); }
 };
 
 struct UpdateList {
   Rule rule;
   std::vector<GroupOptions> groups;
   std::vector<ParameterView> parameters;
-  std::vector<Kept> kept;  ///< of all parameters, or of none
 
   /// Counts a step, on the host.
   void count_step() const {

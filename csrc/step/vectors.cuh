@@ -48,6 +48,7 @@ union Raw {
   Four<float> wide;
   Four<__nv_bfloat16> bfloats;
   Four<__half> halves;
+  Four<std::uint8_t> codes;
 
   __device__ Four<float>& of(float) { return wide; }
   __device__ Four<__nv_bfloat16>& of(__nv_bfloat16) { return bfloats; }
@@ -57,21 +58,21 @@ union Raw {
 /// The part of a tensor that is one chunk.
 struct TensorChunk {
   void* data;
-  DType dtype;
+  Format format;
   bool aligned;  // for loads and stores of vectors
 
   __device__ TensorChunk(void* tensor, std::uint32_t type, std::int64_t start)
-      : data(static_cast<char*>(tensor) + start * size_of(static_cast<DType>(type))),
-        dtype(static_cast<DType>(type)),
+      : data(static_cast<char*>(tensor) + start * size_of(static_cast<Format>(type))),
+        format(static_cast<Format>(type)),
         aligned(reinterpret_cast<std::uintptr_t>(data) %
-                    static_cast<std::uintptr_t>(kVector * size_of(dtype)) ==
+                    static_cast<std::uintptr_t>(kVector * size_of(format)) ==
                 0) {}
 
   /// Reads the first `count` elements, four at most. Nothing is computed with them here, so that
   /// the reads of other tensors need not wait. Misaligned ones are read one by one; the next ones
   /// come from the cache.
   __device__ void load(int i, int count, Raw& raw) const {
-    visit_dtype(dtype, [&](auto tag) {
+    visit_format(format, [&](auto tag) {
       using T = decltype(tag);
       const T* from = static_cast<const T*>(data) + i;
       if (aligned && count >= kVector) {
@@ -85,14 +86,14 @@ struct TensorChunk {
   }
 
   __device__ void widen(Raw& raw, float* values) const {
-    visit_dtype(dtype, [&](auto tag) {
+    visit_format(format, [&](auto tag) {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) values[k] = to_float(raw.of(tag).values[k]);
     });
   }
 
   __device__ void store(const float* values, int i, int count) const {
-    visit_dtype(dtype, [&](auto tag) {
+    visit_format(format, [&](auto tag) {
       using T = decltype(tag);
       Four<T> found;
 #pragma unroll

@@ -101,11 +101,11 @@ bool is_dense(const dlpack::Tensor& tensor) {
 
 /// Returns a view of the dtypes that the passes handle: floats of 32 or 16 bits.
 std::optional<TensorView> view_of(const dlpack::Tensor& found) {
-  TensorView view{found.data, count(found), DType::kFloat32};
+  TensorView view{found.data, count(found), Format::kFloat32};
   if (found.dtype == kBFloat16)
-    view.dtype = DType::kBFloat16;
+    view.format = Format::kBFloat16;
   else if (found.dtype == kFloat16)
-    view.dtype = DType::kFloat16;
+    view.format = Format::kFloat16;
   else if (!(found.dtype == kFloat32))
     return std::nullopt;
   return view;

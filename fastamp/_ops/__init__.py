@@ -1,9 +1,16 @@
 """Which backend serves which tensor: the norm and the clip, ranks, and the handles of the core."""
 
-from fastamp._ops.choose import backend_for, backends, core, core_for, host_core, use_only
+from fastamp._ops.choose import (
+    backend_for,
+    backends,
+    core,
+    core_for,
+    host_core,
+    use_only,
+    warn_of_fallback,
+)
 from fastamp._ops.grads import Grads
 from fastamp._ops.held import gather, hold, replicated
-from fastamp._ops.kept import TorchBackend
 from fastamp._ops.private import (
     has_step_hook,
     in_dispatch_mode,
@@ -11,6 +18,7 @@ from fastamp._ops.private import (
     note_step_called,
     untraced,
 )
+from fastamp._ops.torch_update import TorchBackend
 from fastamp._ops.types import (
     NO_GRADIENT,
     NO_STATE,

@@ -153,6 +153,12 @@ def _warn_of(why: Reason, tensors: str = "CUDA tensors") -> None:
     warnings.warn(message, stacklevel=3)
 
 
+def warn_of_fallback(device: torch.device) -> None:
+    """Warn once that the fallback serves a device, unless it was chosen."""
+    if _only != "fallback" and (why := why_fallback(device)) is not None:
+        _warn_of(why, f"lean optimizers on {device}")
+
+
 def why_fallback(device: torch.device) -> Reason | None:  # noqa: PLR0911 - one row a reason
     """Say why the fallback serves a device, or return None if compiled code does."""
     if _only not in (None, device.type):

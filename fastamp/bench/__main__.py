@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,10 +30,9 @@ from fastamp.bench.options import DEFAULT, OutputError, escape_output, number, r
 from fastamp.bench.race import SAID
 from fastamp.bench.record import SCHEMA_VERSION, Task, doubt, make_record, render
 from fastamp.bench.tasks import BrokenTask
-from fastamp.metrics.sinks import require
 
 PROGRAM = "python -m fastamp.bench"
-# Each module has METRICS, which its help lists, add_options(add) and prepare(args).
+# Each module has METRICS, which its help lists, prepare(args), and add_options(add) or none.
 COMMANDS = {
     "train": main_job,
     "all": all_jobs,
@@ -68,15 +68,6 @@ def _writable_file(text: str) -> Path:
             return path
     message = f"{text!r} is no file that can be written"
     raise argparse.ArgumentTypeError(message)
-
-
-def _page_file(text: str) -> Path:
-    """Return the file of a page; refuse it before anything is measured if matplotlib is missing."""
-    try:
-        require("matplotlib.figure", "bench")
-    except ImportError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return _writable_file(text)
 
 
 def _device(text: str) -> str:
@@ -176,8 +167,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
             epilog=f"Metrics for --fail-on: {command.METRICS}. {STATUS}",
         )
         added.verbatim = getattr(command, "VERBATIM", "")
-        _add_shared_options(added.add_argument)
-        command.add_options(added.add_argument)
+        _add_options(added.add_argument, command)
     args = parser.parse_args(words)
     try:
         for name, _ in args.fail_on:
@@ -201,18 +191,20 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
     return args, task
 
 
-def _add_shared_options(add: Callable[..., object]) -> None:
+def _add_options(add: Callable[..., object], command: ModuleType) -> None:
+    """Add the shared options, and a command's own."""
     here = "cuda" if torch.cuda.is_available() else "cpu"
     where = "(default: cuda where torch finds a GPU)"
     add("--device", type=_device, choices=("cpu", "cuda"), default=here, help=where)
     add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}")
     add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
-    page_file = "write an HTML page to FILE; needs matplotlib"
-    add("--report", type=_page_file, metavar="FILE", help=page_file)
+    add("--report", type=_writable_file, metavar="FILE", help="write an HTML page to FILE")
     add("--baseline", type=baseline.read, metavar="FILE", help="a file written by --json before")
     bound = baseline.bound
     add("--fail-on", type=bound, action="append", default=[], metavar="BOUND", help=MOVES)
     add("--check", action="store_true", help="exit with 1 if a target is missed")
+    if hasattr(command, "add_options"):
+        command.add_options(add)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,19 @@ It exits with 0, whatever it finds; with --check, which nothing here answers, wi
 
 import argparse
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from reprlib import repr as short
 from typing import Any
 
 from fastamp.bench import installation
-from fastamp.bench.parts import BETWEEN, PARTS, Profile, read_profile
 from fastamp.bench.record import Report, Task, check_kinds, read_json
-from fastamp.bench.where import limit
-from fastamp.timer import RegionStats
+from fastamp.bench.where import REGIONS, Shares, limit
 
 METRICS = "none"
+BETWEEN = "outside of regions"
+# Regions that are no part of a step, like all that lies inside them.
+APART = {"eval", "evaluate", "val", "validate", "validation", "test", "checkpoint"}
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -31,8 +31,8 @@ def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     if args.timer is None:
         return {}, _look
-    path, profile = args.timer
-    return {"timer": path}, partial(_show, profile)
+    path, times_s = args.timer
+    return {"timer": path}, partial(_show, times_s)
 
 
 def _look() -> Report:
@@ -44,70 +44,58 @@ def _look() -> Report:
     return Report(table=rows, notes=installation.examine() or ["nothing is missing"])
 
 
-def _read(text: str) -> tuple[str, Profile]:
-    """Return the path of a `Timer.to_json` file and its profile, for argparse."""
+def _read(text: str) -> tuple[str, Shares]:
+    """Return the path of a `Timer.to_json` file and the times of its parts, for argparse."""
     problem = "is no file of Timer.to_json with the parts of a step"
-    return text, read_json(text, _parse, problem)
+    return text, read_json(text, find_times, problem)
 
 
-def _parse(content: Any) -> Profile:
-    if not isinstance(content, dict) or (content["schema"], content["unit"]) != (1, "s"):
-        msg = f"expected an object of schema 1 in seconds, got {short(content)}"
+def find_times(content: dict[str, Any]) -> Shares:
+    """Return the seconds of each part of a step, from the content of a `Timer.to_json` file.
+
+    A region is the part that it is called, and any other belongs to the region around it. Its time
+    excludes the regions inside it. Evaluation and checkpoints are left out. What no region has of
+    the elapsed time is a part, too.
+
+    Raises:
+        ValueError: no region is called as a part of a step, or a time is no number of seconds.
+    """
+    check_kinds(content, {"regions": dict})
+    regions, elapsed_s = content["regions"], content.get("elapsed", 0.0)
+    totals_s = {path: region["total"] for path, region in regions.items()}
+    for path, total_s in {**totals_s, "elapsed": elapsed_s}.items():
+        if type(total_s) not in (int, float) or not 0 <= total_s < math.inf:
+            msg = f"{path!r} is {short(total_s)}, expected seconds"
+            raise ValueError(msg)
+    own_s = dict(totals_s)
+    for path, total_s in totals_s.items():
+        around = path.rpartition("/")[0]
+        if around in own_s:
+            own_s[around] -= total_s
+    times_s = dict.fromkeys([*REGIONS, "other"], 0.0)
+    for path, time_s in own_s.items():
+        if not APART & {*path.split("/")}:
+            times_s[_part_of(path)] += max(time_s, 0.0)
+    outermost = [path for path in totals_s if path.rpartition("/")[0] not in totals_s]
+    times_s[BETWEEN] = max(elapsed_s - math.fsum(totals_s[path] for path in outermost), 0.0)
+    if not any(times_s[part] for part in REGIONS):
+        msg = f"no region with a time is named after a part of a step: {', '.join(REGIONS)}"
         raise ValueError(msg)
-    content = {"elapsed": 0.0, **content}  # which older files lack
-    check_kinds(content, {"device": str, "regions": dict})
-    device, elapsed_s = content["device"], content["elapsed"]
-    _expect(re.fullmatch(r"cpu|cuda(:\d+)?", device), "device", device, "cpu or cuda")
-    _expect(_is_number(elapsed_s), "elapsed", elapsed_s, "seconds")
-    regions = {path: _parse_region(path, saved) for path, saved in content["regions"].items()}
-    profile = read_profile(regions, device, elapsed_s)
-    _expect({*profile.parts} - {BETWEEN}, "regions", [*regions], "some that took any time")
-    return profile
+    return {part: time_s for part, time_s in times_s.items() if time_s}
 
 
-def _parse_region(path: str, saved: Any) -> RegionStats:
-    name = f"region {path!r}"
-    _expect(isinstance(saved, dict), name, saved, "an object")
-    histogram = _as_pairs(saved["histogram"])
-    stats = RegionStats(**{**saved, "histogram": histogram})
-    known = all(map(_is_number, stats[:-1])) and stats.max <= stats.total * 1.001
-    known = known and all(bucket < 1888 for bucket, _ in histogram)  # 2**63 ns
-    counted = type(stats.count) is int and sum(hits for _, hits in histogram) == stats.count
-    some = stats.count or stats.dropped or stats.captured
-    _expect(known and counted and some, name, saved, "one of RegionStats")
-    return stats
+def _part_of(path: str) -> str:
+    return next((name for name in reversed(path.split("/")) if name in REGIONS), "other")
 
 
-def _as_pairs(pairs: Any) -> tuple[tuple[int, int], ...]:
-    for value in (value for pair in pairs for value in pair):
-        _expect(type(value) is int and _is_number(value), "count", value, "0 or more")
-    return tuple((first, second) for first, second in pairs)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**53
-
-
-def _expect(found: object, name: str, value: object, expected: str) -> None:
-    if not found:
-        msg = f"its {name} is {short(value)}, expected {expected}"
-        raise ValueError(msg)
-
-
-def _show(profile: Profile) -> Report:
+def _show(times_s: Shares) -> Report:
     """Say where the time goes, and how many times as fast a step were without each part."""
+    whole_s = math.fsum(times_s.values())
+    shares = {part: time_s / whole_s for part, time_s in times_s.items()}
     rows = []
-    for part in (part for part in PARTS if part in profile.parts):
-        share = profile.share(part)
-        most = limit({part: share}, part)
-        rows.append(
-            {
-                "part": part,
-                "ms a step [95 %]": profile.parts[part].text(".3f", factor=1e3),
-                "share": f"{share:.0%}",
-                "without it": "-" if math.isinf(most) else f"at most {most:.2f}x as fast",
-            }
-        )
-    shares = {part: profile.share(part) for part in profile.parts}
-    notes = [f"{profile.steps} steps on {profile.device}"]
-    return Report(table=rows, notes=notes, details={"shares": shares})
+    for part, share in shares.items():
+        most = limit(shares, part)
+        without = "-" if math.isinf(most) else f"at most {most:.2f}x as fast"
+        row = {"part": part, "seconds": f"{times_s[part]:.3f}", "share": f"{share:.0%}"}
+        rows.append({**row, "without it": without})
+    return Report(table=rows, details={"shares": shares})

@@ -10,7 +10,7 @@ from fastamp._ops.choose import why_fallback
 from fastamp._ops.reinstall import pip_install
 from fastamp.bench.environment import count_cores, no_speed_reason
 
-EXTRAS = ("simplejpeg", "matplotlib")  # whose absence is no error but slower, or noticed late
+EXTRA = "simplejpeg"  # whose absence is no error but slower
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -50,7 +50,10 @@ def examine() -> list[str]:
     if torch.get_num_threads() > cores:
         why = f"torch computes on {torch.get_num_threads()} threads, and {cores} cores may be used"
         found.append(_finding("threads", why, f"export OMP_NUM_THREADS={cores}"))
-    return found + _about_extras()
+    if importlib.util.find_spec(EXTRA) is None:
+        mend = f"{pip_install()} {EXTRA}"
+        found.append(_finding("not installed", f"{EXTRA}, if you need it", mend))
+    return found
 
 
 def _about_torch() -> list[str]:
@@ -65,9 +68,3 @@ def _about_torch() -> list[str]:
         why = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} is set"
         mend = "unset CUDA_VISIBLE_DEVICES"
     return [_finding("this machine has an NVIDIA driver, and torch finds no GPU", why, mend)]
-
-
-def _about_extras() -> list[str]:
-    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
-    why, mend = f"{', '.join(missing)}, if you need it", f"{pip_install()} {' '.join(missing)}"
-    return [_finding("not installed", why, mend)] if missing else []

@@ -21,11 +21,8 @@ METRICS = "speedup/ and the batch size, of AMP against FP32"
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
-
-    def sizes(text: str) -> list[int]:
-        return [int(number(int, 1)(item)) for item in text.split(",")]
-
-    add("--batch-sizes", type=sizes, default="1,4,16", metavar="LIST", help=DEFAULT)
+    sizes = number(int, 1)
+    add("--batch-sizes", type=sizes, nargs="+", default=[1, 4, 16], metavar="SIZE", help=DEFAULT)
     add("--precision", choices=DTYPES, default="bf16", help=f"of AMP {DEFAULT}")
 
 
@@ -33,11 +30,8 @@ def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     shape = SHAPES[args.device]
     sizes = list(dict.fromkeys(map(str, args.batch_sizes)))
-    notes = [
-        f"a race for each batch size; {args.precision}, windows of {shape.block_size} bytes",
-        "a request ends when its result is there: each one waits for the device",
-        *filter(None, [no_speed_reason(args.device, args.precision)]),
-    ]
+    notes = [f"a race for each batch size; {args.precision}, windows of {shape.block_size} bytes"]
+    notes += filter(None, [no_speed_reason(args.device, args.precision)])
     job = {"batch_sizes": sizes, "precision": args.precision, "shape": asdict(shape)}
     make = partial(_make_case, shape, args.device, args.seed, DTYPES[args.precision])
     return job, partial(run_cases, args, PLAN, sizes, make, notes, percentiles)

@@ -67,14 +67,10 @@ def show(value: float, spec: str) -> str:
     return format(value, spec) if math.isfinite(value) else "n/a"
 
 
-def estimate(
-    values: Collection[float],
-    confidence: float = CONFIDENCE,
-    middle: Callable[[Collection[float]], float] = fmean,
-) -> Interval:
-    """Return the mean of independent values, or another `middle`, with Student's interval."""
+def estimate(values: Collection[float], confidence: float = CONFIDENCE) -> Interval:
+    """Return the mean of independent values with Student's interval."""
     n = len(values)
-    value = middle(values) if n else math.nan
+    value = fmean(values) if n else math.nan
     if n < LEAST_VALUES or not math.isfinite(value):
         return Interval(value=value, low=-math.inf, high=math.inf)
     half = student((1 - confidence) / 2, n - 1) * stdev(values) / math.sqrt(n)
@@ -169,7 +165,6 @@ class Race:
     arms: list[str]
     builds: list[Build] = field(default_factory=list)
     is_apart: bool = False  # each build is a process of its own; else new objects in one
-    comparisons: int = 1  # whose intervals hold at CONFIDENCE all together (Bonferroni)
 
     @property
     def rounds(self) -> list[dict[str, Visit]]:
@@ -193,11 +188,6 @@ class Race:
         """Return the typical time of a visit."""
         return self._estimate(lambda r: r[arm].elapsed_s, arm)
 
-    @property
-    def confidence(self) -> float:
-        """That of the interval of each ratio."""
-        return 1 - (1 - CONFIDENCE) / self.comparisons
-
     def ratio(self, arm: str, base: str | None = None) -> Interval:
         """Return how many times as fast as the base an arm is."""
         base = base or self.arms[0]
@@ -205,8 +195,7 @@ class Race:
 
     def _estimate(self, figure: Callable[[dict[str, Visit]], float], *arms: str) -> Interval:
         logs = [log for build in self.builds for log in build.middle(figure, *arms)]
-        confidence = 1 - (1 - self.confidence) * STUDENTS_SHARE
-        return estimate(logs, confidence).scaled(exp)
+        return estimate(logs, 1 - (1 - CONFIDENCE) * STUDENTS_SHARE).scaled(exp)
 
     def is_narrow(self, half_width: float) -> bool:
         """Say whether the interval of every ratio to the base is as narrow."""

@@ -8,7 +8,7 @@ import contextlib
 import math
 import timeit
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -24,13 +24,7 @@ STATEMENTS = {
     PLAIN: "with timed(): pass",
     "region": "with timer('x'): pass",
 }
-
-
 METRICS = "speedup/timer, which is below 1, and of_plain/timer"
-
-
-def add_options(_add: Callable[..., object]) -> None:
-    """Add none: this command has the shared options alone."""
 
 
 def prepare(args: argparse.Namespace) -> Task:

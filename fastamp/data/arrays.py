@@ -28,8 +28,8 @@ class Columns:
     """Makes the batch, as default_collate would, of one tensor for each array."""
     rows: Tensor | None = None
     """For a subset: the row of each index, int64."""
-    starts: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Returns the rows to gather, drawn for some rows and the int64 keys of their samples."""
+    starts: Callable[[Tensor], Tensor] | None = None
+    """Returns the rows to gather, drawn for the int64 keys of the samples; `rows` do not count."""
     then: Callable[[list[Tensor], Tensor], list[Tensor]] | None = None
     """Changes the gathered tensors, on their device; takes the int64 keys of the samples too."""
 
@@ -112,12 +112,6 @@ def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:
         return None
     odd = array.is_nested or array.is_quantized or array.is_conj() or array.is_neg()
     return None if odd or array._is_zerotensor() else array.dtype
-
-
-def index_error(index: int, length: int) -> IndexError:
-    """Return torch's error for an index that is out of bounds."""
-    msg = f"index {index} is out of bounds for dimension 0 with size {length}"
-    return IndexError(msg)
 
 
 def in_row_order(columns: Columns, max_bytes: int) -> Columns:

@@ -3,7 +3,6 @@
 from numbers import Integral
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 
@@ -34,13 +33,6 @@ def as_size(size: Any) -> tuple[int, int]:
         raise ValueError(msg)
     height, width = (as_integer("size", side, least=1, optional=False) for side in pair)
     return height, width
-
-
-def check_generator(generator: Any) -> None:
-    """Raise an error unless it is a torch.Generator or None."""
-    if not isinstance(generator, torch.Generator | None):
-        msg = f"generator: expected a torch.Generator or None, got {generator!r}"
-        raise TypeError(msg)
 
 
 def check_worker(

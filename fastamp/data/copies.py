@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any, Generic, NamedTuple, TypeVar
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from torch import Tensor
 from fastamp._ops import untraced
 from fastamp.data.items import Failed, Made, attempt, change
 from fastamp.data.passes import LoaderPass, LoaderStats
-from fastamp.data.position import Position, find_save
-from fastamp.data.runners import Threads, here, in_threads, is_end
+from fastamp.data.position import Position, has_state
+from fastamp.data.runners import Threads, in_threads, is_end
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -161,13 +160,32 @@ def begin_copy(copies: "CudaCopies | Moves", batches: Iterator[Made | Failed]) -
         return change(copies.start, made)
 
 
-def copy_all(batches: Iterator[Made | Failed], device: torch.device) -> Iterator[Made | Failed]:
-    """Return batches on a device, each taken from its runner, and copied, when it is asked for.
+def copy_all(
+    batches: Iterator[Made | Failed],
+    device: torch.device | None,
+    *,
+    ahead: bool = False,
+    thread: bool = False,
+) -> Iterator[Made | Failed]:
+    """Return batches on a device. The consumer's stream waits for the copies, the host does not.
 
-    The consumer's stream waits for the copy, the consumer does not.
+    Each is taken from its runner, and its copy begun, when it is asked for; on the way to CUDA with
+    `ahead` one batch before that, and with `thread` one before that in a thread.
     """
-    copies = make_copies(device)
-    return map(partial(change, copies.deliver), iter(partial(begin_copy, copies, batches), None))
+    copies, grad = make_copies(device), torch.is_grad_enabled()
+    take = partial(begin_copy, copies, batches)
+
+    def take_in_thread() -> Made | Failed:
+        torch.set_grad_enabled(grad)
+        with copies.thread():
+            return take()
+
+    taken: Iterator[Made | Failed] = iter(take, None)
+    if thread:
+        taken = in_threads(Threads(1, "fastamp"), take_in_thread, repeat(()), ahead=1)
+    elif ahead and isinstance(copies, CudaCopies):
+        taken = one_ahead(take)
+    return map(partial(change, copies.deliver), taken)
 
 
 def one_ahead(take: Callable[[], Made | Failed]) -> Iterator[Made | Failed]:
@@ -205,13 +223,13 @@ def prefetch(
             there. Draws from the program's global generators are not repeatable there.
 
     Raises:
-        ValueError: `thread` is set for a `fastamp.DataLoader`, which has workers of its own.
+        ValueError: `thread` is set for an iterable with a state, as a loader: the thread would move
+            its position ahead of the loop's.
 
     Returns:
-        An iterable with the length of the one that it wraps, and `state_dict` and `load_state_dict`
-        if that has them: the state as of the batch delivered. Each `iter` begins a new pass. An
-        exception of the iterable is raised where its batch would have come; the pass continues if
-        the iterable does.
+        An iterable with the length of the one that it wraps, and its `state_dict` and
+        `load_state_dict` if it has them. Each `iter` begins a new pass. An exception of the
+        iterable is raised where its batch would have come; the pass continues if the iterable does.
 
     Example:
         >>> for batch in fastamp.prefetch([torch.zeros(2), torch.ones(2)], device="cpu"):
@@ -219,8 +237,8 @@ def prefetch(
         tensor([0., 0.])
         tensor([1., 1.])
     """
-    if thread and hasattr(iterable, "_begin_on"):
-        msg = "thread: expected False for a fastamp.DataLoader, which has workers: num_workers=1"
+    if thread and has_state(iterable):
+        msg = "thread: expected False for an iterable with a state; a loader has workers of its own"
         raise ValueError(msg)
     return Prefetcher(iterable, None if device is None else torch.device(device), thread=thread)
 
@@ -230,8 +248,6 @@ class Prefetcher(Iterable[T], Generic[T]):
 
     def __init__(self, iterable: Any, device: torch.device | None, *, thread: bool) -> None:
         self._iterable, self._device, self._thread = iterable, device, thread
-        self._state: Any = None
-        self._find_pass: Callable[[], LoaderPass | None] = lambda: None
 
     @untraced
     def __iter__(self) -> Iterator[T]:
@@ -240,55 +256,18 @@ class Prefetcher(Iterable[T], Generic[T]):
         own: Iterator[T] | None = begin and begin(self._device)
         if own is not None:
             return own
-        save, copies = find_save(self._iterable), make_copies(self._device)
-        self._state = save() if save is not None and self._thread else None
-        take = partial(begin_copy, copies, map(Made, iter(self._iterable)))
-        taken: Iterator[Made | Failed]
-        if self._thread:
-            take = partial(_take_in_thread, take, copies, save, torch.is_grad_enabled())
-            threads = Threads(1, "fastamp")
-            ahead = in_threads(threads, take, repeat(()), ahead=1)
-            taken = map(partial(change, self._note_state), ahead)
-        else:
-            # Only copies are worth it: an iterable may write all batches into the same memory.
-            is_ahead = isinstance(copies, CudaCopies) and save is None
-            taken = one_ahead(take) if is_ahead else here(take, repeat(()))
-        batches = map(partial(change, copies.deliver), taken)
-        begun = LoaderPass(batches, Position(), LoaderStats(), self.__len__, deque())
-        self._find_pass = ref(begun)
-        return begun
-
-    def _note_state(self, taken: Any) -> Any:
-        """Note the state with which a batch comes out of the thread."""
-        begun, self._state = taken
-        return begun
+        # Only copies are worth it: an iterable may write all batches into the same memory.
+        ahead = not has_state(self._iterable)
+        batches: Iterator[Made | Failed] = map(Made, iter(self._iterable))
+        batches = copy_all(batches, self._device, ahead=ahead, thread=self._thread)
+        return LoaderPass(batches, Position(), LoaderStats(), self.__len__)
 
     def __len__(self) -> int:
         return len(self._iterable)
 
     def __getattr__(self, name: str) -> Any:
         """Return the methods of a state, if the iterable has them."""
-        if name == "state_dict" and find_save(self._iterable):
-            return self._save
-        if name == "load_state_dict":
-            return self._iterable.load_state_dict
+        if name in ("state_dict", "load_state_dict") and has_state(self._iterable):
+            return getattr(self._iterable, name)
         msg = f"{type(self).__name__!r} object has no attribute {name!r}"
         raise AttributeError(msg)
-
-    def _save(self) -> Any:
-        """Return the iterable's state as of the batch delivered."""
-        begun = self._find_pass()
-        in_pass = self._thread and begun is not None and not begun.ended
-        return self._state if in_pass else self._iterable.state_dict()
-
-
-def _take_in_thread(
-    take: Callable[[], Made | Failed],
-    copies: CudaCopies | Moves,
-    save: Callable[[], Any] | None,
-    grad: bool,  # noqa: FBT001 - of the loop's thread
-) -> Made | Failed:
-    """Take a batch in a thread of its own, with the iterable's state after it."""
-    torch.set_grad_enabled(grad)
-    with copies.thread():
-        return change(lambda begun: (begun, save and save()), take())

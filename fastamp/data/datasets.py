@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+)
 from torch.utils.data import Dataset
 
 from fastamp.data.arrays import Columns, columns_of
@@ -63,21 +69,18 @@ class ArrayDataset(Dataset[Any]):
         count_rows(self.arrays, "arrays")
         self.augment = check_augmentations(augment)
         if self.augment:
-            check_images(self.augment, self._parts()[0][1])
+            check_images(self.augment, tree_leaves(self.arrays)[0])
 
     def __len__(self) -> int:
         return len(tree_leaves(self.arrays)[0])
 
     def __getitem__(self, index: int) -> Any:
-        sample = {
-            name: part[index] if _has_rows(part) else tree_map(lambda array: array[index], part)
-            for name, part in self._parts()
-        }
+        arrays, spec = tree_flatten(self.arrays)
+        rows = [array[index] for array in arrays]
         if self.augment:
             operator.index(index)  # which refuses slices
-            name, row = next(iter(sample.items()))
-            sample[name] = self._augment_row(row)
-        return sample if isinstance(self.arrays, dict) else tuple(sample.values())
+            rows[0] = self._augment_row(rows[0])
+        return tree_unflatten(rows, spec)
 
     def columns(self) -> Columns | str:
         """Return the arrays for a loader to gather, or why it has to read items."""
@@ -89,11 +92,6 @@ class ArrayDataset(Dataset[Any]):
             check_images(self.augment, found.arrays[0])
             found.then = self._augment_batch
         return found
-
-    def _parts(self) -> list[tuple[Any, Any]]:
-        """Return the arrays, or containers of them, of a sample, by their names or numbers."""
-        in_dict = isinstance(self.arrays, dict)
-        return [*(self.arrays.items() if in_dict else enumerate(self.arrays))]
 
     def _augment_batch(self, parts: list[Tensor], keys: Tensor) -> list[Tensor]:
         return [augment_images(self.augment, parts[0], keys), *parts[1:]]

@@ -40,7 +40,6 @@ def in_memory(
     *,
     num_workers: int = 0,
     worker: str | None = None,
-    key: str | None = None,
 ) -> Any:
     """Read every item of a deterministic dataset once; return a dataset that is gathered.
 
@@ -56,12 +55,12 @@ def in_memory(
     Args:
         dataset: the dataset, with `__getitem__` and `__len__`.
         path: a folder for the items, which is made; None keeps them in memory. If the folder is
-            there, it is mapped: its length, layout, class name, key and the eight items must be the
-            dataset's. What the program writes into the mapped tensors stays in its memory. Over
-            ranks, let one rank call before the others.
+            there, it is mapped: its length, layout, class name and the eight items must be the
+            dataset's; name the version of your data in the path, for what these do not show. What
+            the program writes into the mapped tensors stays in its memory. Over ranks, let one rank
+            call before the others.
         num_workers: processes or threads that read the items; 0 reads them in this thread.
         worker: None or "process" for torch's worker processes, or "thread" for threads.
-        key: names the version of the data in the folder, for what the eight items do not show.
 
     Returns:
         An `ArrayDataset` of tensors, or one tensor if the items are bare leaves.
@@ -103,7 +102,7 @@ def in_memory(
             _fill(arrays, items, num_workers, worker)
             return items.assemble(arrays)
         folder = Path(path).expanduser().absolute()
-        record = {"class": kind, "key": key, "length": len(items), "item": items.layout}
+        record = {"class": kind, "length": len(items), "item": items.layout}
         if not folder.exists():
             _write(folder, record, items, num_workers, worker)
         arrays = _map(folder, record, len(items.first))

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.sample_rng import Batch, Order, current, find_pass_key
+from fastamp.data.sample_rng import Batch, Order, current
 
 Collate = Callable[[Any], Any]
 
@@ -118,16 +118,12 @@ def as_list(rows: Any) -> Any:
 class WorkerJobs(Iterator[Any]):
     """What stands in the sampler's place in torch's loader: batches with their places."""
 
-    def __init__(self, jobs: Iterator[Any], *, is_placed: bool) -> None:
-        self._jobs, self._is_placed = jobs, is_placed
-
-    def begin(self, jobs: Iterator[Any]) -> None:
-        """Let the next pass take these batches."""
-        self._jobs = jobs
+    def __init__(self, jobs: Iterator[Any]) -> None:
+        self.jobs = jobs
 
     def __next__(self) -> Any:
-        rows, order, number = next(self._jobs)
-        return (as_list(rows), order, number) if self._is_placed else as_list(rows)
+        rows, order, number = next(self.jobs)
+        return as_list(rows), order, number
 
 
 class WorkerItems(Dataset[Any]):
@@ -148,20 +144,14 @@ class WorkerItems(Dataset[Any]):
     __getitem__ = __getitems__
 
     def init_worker(self, worker_id: int) -> None:
-        """Let the user's code in a worker see the user's dataset."""
-        begin_worker(self._items.dataset, worker_id, self._worker_init_fn)
-
-
-def begin_worker(
-    dataset: Any, worker_id: int, worker_init_fn: Callable[[int], None] | None
-) -> None:
-    """Prepare a worker process for the user's code."""
-    # Without it a garbage collection of all that was made before the fork takes 100 ms, in every
-    # worker.
-    gc.freeze()
-    object.__setattr__(torch_worker_info(), "dataset", dataset)  # a frozen dataclass
-    if worker_init_fn is not None:
-        worker_init_fn(worker_id)
+        """Prepare a worker process for the user's code, which sees the user's dataset."""
+        # Without it a garbage collection of all that was made before the fork takes 100 ms, in
+        # every worker.
+        gc.freeze()
+        info = torch_worker_info()
+        object.__setattr__(info, "dataset", self._items.dataset)  # a frozen dataclass
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker_id)
 
 
 def hand_on(batch: Any) -> Any:
@@ -169,64 +159,34 @@ def hand_on(batch: Any) -> Any:
     return batch
 
 
-class Stream(IterableDataset[Any]):
-    """What stands in an iterable dataset's place: its batches are numbered, for `sample_rng`."""
+class Stream(Iterator[Made | Failed]):
+    """Reads an iterable dataset in the loop's thread, by torch's iterator."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Collate,
-        num_workers: int,
-        worker_init_fn: Callable[[int], None] | None,
-    ) -> None:
-        self._dataset, self._collate_fn = dataset, collate_fn
-        self._num_workers, self._worker_init_fn = num_workers, worker_init_fn
-        self._seed = self._epoch = 0
-        self._state: Any = None
-        self._iterator: Any = None
-        self.cell = Batch(Order(0))
-
-    def __repr__(self) -> str:
-        return repr(self._dataset)  # in torch's warnings
-
-    def begin(self, seed: int, epoch: int, state: Any) -> None:
-        """Let the next pass be that of an epoch, from a state of the dataset on."""
-        self._seed, self._epoch, self._state = seed, epoch, state
-        self.cell = Batch(Order(find_pass_key(seed, epoch)))
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch_worker_info()
-        if info is not None:
-            # Workers make their batches in turn. They begin their later epochs by themselves.
-            key = find_pass_key(self._seed, self._epoch)
-            self.cell = Batch(Order(key, info.id, self._num_workers - 1))
-            self.cell.number = 0
-            current.sample = self.cell
-            self._epoch += 1
-        state, self._state = self._state, None
+    def __init__(self, batches: Any, dataset: Any, order: Order, state: Any) -> None:
+        """Begin torch's iterator over the batches, at a state of the dataset or at the start."""
+        self.number, self._cell = 0, Batch(order)
         if state is not None:
-            self._dataset.load_state_dict(state["dataset"])
-        iterator = self._iterator = iter(self._dataset)
-        if state is not None and iterator is self._dataset:  # which may have begun anew
-            iterator.load_state_dict(state["dataset"])
-        elif state is not None and state["iterator"] is not None:
-            iterator.load_state_dict(state["iterator"])
-        return iterator  # type: ignore[no-any-return]
+            dataset.load_state_dict(state)
+        self._batches = self._draw(iter, batches)
+        if state is not None and self._batches._dataset_fetcher.dataset_iter is dataset:
+            dataset.load_state_dict(state)  # its `__iter__` may have begun anew
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of the dataset and its iterator."""
-        iterator = self._iterator
-        has_own = iterator is not self._dataset and hasattr(iterator, "state_dict")
-        own = iterator.state_dict() if has_own else None
-        return {"dataset": self._dataset.state_dict(), "iterator": own}
-
-    def collate(self, samples: Any) -> Made:
-        """Return the batch of some samples."""
+    def __next__(self) -> Made | Failed:
         start_s = time.perf_counter()
-        batch = self._collate_fn(samples)
-        self.cell.number += 1
-        return Made(batch, collate_s=time.perf_counter() - start_s)
+        try:
+            return Made(self._draw(next, self._batches), time.perf_counter() - start_s)
+        except StopIteration:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
+            return Failed(error)
+        finally:
+            self.number += 1
 
-    def init_worker(self, worker_id: int) -> None:
-        """Let the user's code in a worker see the user's dataset."""
-        begin_worker(self._dataset, worker_id, self._worker_init_fn)
+    def _draw(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call a function in which `sample_rng` has the generators of the next batch."""
+        before, self._cell.number = current.sample, self.number
+        current.sample = self._cell
+        try:
+            return function(argument)
+        finally:
+            current.sample = before

@@ -6,15 +6,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, IterDataPipe, Sampler, SequentialSampler
 
 from fastamp._ops import untraced
-from fastamp.data.checks import as_integer, check_generator, check_shardable, check_worker
+from fastamp.data.checks import as_integer, check_shardable, check_worker
 from fastamp.data.datasets import by_name
 from fastamp.data.making import Options, begin_pass, describe, find_source, no_pass
 from fastamp.data.order import SeededSampler, Share, find_samplers, find_share
 from fastamp.data.passes import LoaderPass, LoaderStats
-from fastamp.data.position import VERSION, Position, decode, encode, find_save
+from fastamp.data.position import VERSION, Position, decode, encode, has_state
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -122,7 +122,10 @@ class DataLoader(TorchDataLoader[T_co]):
             "persistent_workers": (persistent_workers, False),
         }
         worker = check_worker(worker, dataset, processes_only)
-        check_generator(generator)
+        given: Any = generator
+        if not isinstance(given, torch.Generator | None):
+            msg = f"generator: expected a torch.Generator or None, got {given!r}"
+            raise TypeError(msg)
         if device is not None:
             torch.device(device)
         dataset, share = by_name(dataset), None
@@ -222,26 +225,23 @@ class DataLoader(TorchDataLoader[T_co]):
         any batch size: it says how many samples of the epoch all of them have had, if each has had
         as many batches as this one.
 
-        A sampler with `state_dict` and `load_state_dict` is asked after each of its batches, and a
-        dataset with these methods when this one is called. An iterable dataset without them is read
-        again up to the position.
+        A dataset with `state_dict` and `load_state_dict` is asked when this method is called. An
+        iterable dataset without them, and a sampler, are read again up to the position.
 
         Raises:
-            TypeError: workers read an iterable dataset, or one with a state; the dataset's
-                `state_dict` needs arguments; or `in_order` is False with workers.
+            TypeError: workers read an iterable dataset, or one with a state; the dataset is a pipe
+                of torch's; a sampler has a `state_dict`; or `in_order` is False with workers.
             RuntimeError: the dataset has a state, and Ctrl-C interrupted reading it.
         """
         check_state(self)
         own, begun = self._fastamp, self._fastamp.find_pass()
         in_pass = begun is not None and not begun.ended
         position = replace(begun.position if begun is not None and in_pass else own.next)
-        has_state = find_save(self.dataset) is not None
-        if begun is not None and begun.interrupted and has_state:
-            msg = "the pass was interrupted while the dataset was read: its position is unknown"
-            raise RuntimeError(msg)
-        if has_state and (in_pass or position.dataset_state is None):
-            at_start = {"dataset": self.dataset.state_dict(), "iterator": None}  # type: ignore[attr-defined]
-            position.dataset_state = own.save() if in_pass and own.save is not None else at_start
+        if has_state(self.dataset) and (in_pass or position.dataset_state is None):
+            if begun is not None and begun.interrupted:
+                msg = "the pass was interrupted while the dataset was read: its position is unknown"
+                raise RuntimeError(msg)
+            position.dataset_state = self.dataset.state_dict()  # type: ignore[attr-defined]
         source = find_source(self)
         if position.generator is None and source is not None:
             position.generator = source.get_state()
@@ -266,7 +266,7 @@ class DataLoader(TorchDataLoader[T_co]):
         check_state(self)
         own = self._fastamp
         position, told_epoch = decode(state, identity_of(self))
-        if position.dataset_state is not None and find_save(self.dataset) is None:
+        if position.dataset_state is not None and not has_state(self.dataset):
             msg = f"state: its dataset_state: {type(self.dataset).__name__} has no load_state_dict"
             raise ValueError(msg)
         if told_epoch is not None:
@@ -312,19 +312,20 @@ def find_share_of(loader: Any) -> Share | None:
 def check_state(loader: DataLoader[Any]) -> None:
     """Raise an error for a loader whose position cannot be known."""
     dataset, name = loader.dataset, type(loader.dataset).__name__
-    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
-        if find_save(dataset) is None:
-            msg = (
-                f"dataset: the state_dict of {name} takes arguments, so its position is unknown; "
-                "save and load the dataset's own state beside the loader"
-            )
-            raise TypeError(msg)
-    elif not isinstance(dataset, IterableDataset):
-        name = ""
-    if loader.num_workers > 0 and name:
+    if isinstance(dataset, IterDataPipe):
+        msg = "dataset: the position of a pipe of torch's is unknown: use an IterableDataset"
+        raise TypeError(msg)
+    if loader.num_workers > 0 and (isinstance(dataset, IterableDataset) or has_state(dataset)):
         msg = (
             f"num_workers: {name} has a position of its own in each of {loader.num_workers} "
             "workers, which is unknown here: use num_workers=0, or torchdata's StatefulDataLoader"
+        )
+        raise TypeError(msg)
+    sampler = next(filter(has_state, find_samplers(loader)), None)
+    if sampler is not None:
+        msg = (
+            f"sampler: {type(sampler).__name__} has a state of its own, ahead of the loop's: "
+            "use a sampler without one, or torchdata's StatefulDataLoader"
         )
         raise TypeError(msg)
     if loader.num_workers > 0 and not loader.in_order:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -22,24 +23,23 @@ from fastamp.data.items import (
     Stream,
     WorkerItems,
     WorkerJobs,
+    as_list,
     change,
     hand_on,
 )
 from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers
 from fastamp.data.passes import LoaderPass, LoaderStats
-from fastamp.data.position import Position, find_save
+from fastamp.data.position import Position, has_state
 from fastamp.data.runners import (
     Threads,
-    WorkerInfo,
     become_worker,
     here,
     in_threads,
     make_in_worker,
     own_copy,
-    read_stream,
 )
-from fastamp.data.sample_rng import Order, draw_seed, generators_kept
+from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns, why_not
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -73,8 +73,6 @@ class Options:
     told_epoch: int | None = None
     find_pass: Callable[[], LoaderPass | None] = no_pass
     """Returns the pass that began last, while it lives."""
-    save: Callable[[], Any] | None = None
-    """Returns the state of a stream that has one, in that pass."""
     stats: LoaderStats = field(default_factory=LoaderStats)
     memory: Memory | None = None
     base_seed: int | None = None
@@ -109,11 +107,11 @@ def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPa
         if sampler.told != own.next.epoch:
             loader.set_epoch(sampler.told)
         sampler.told = None
-    position, own.save = replace(own.next), None
+    position = replace(own.next)
     making = Making(loader, own, position, device)
     batches = making.begin()
     own.begin_at(Position(epoch=position.epoch + 1), sampler)
-    begun = LoaderPass(batches, position, own.stats, loader.__len__, making.plan.states)
+    begun = LoaderPass(batches, position, own.stats, loader.__len__)
     own.find_pass = ref(begun)
     return begun
 
@@ -149,7 +147,7 @@ class Making:
         dataset, state = loader.dataset, self.position.dataset_state
         is_stream = isinstance(dataset, IterableDataset)
         if state is not None and not is_stream:
-            dataset.load_state_dict(state["dataset"])
+            dataset.load_state_dict(state)
         if isinstance(columns, Columns):
             items = Items(dataset, loader.collate_fn, single=False)
             gathered = Gathered(columns, self.memory, items, self.own.max_bytes)
@@ -158,11 +156,13 @@ class Making:
             elif device.type == "cuda" and gathered.device.type == "cpu":
                 return self._ahead(gathered, device)
             batches = here(gathered.make, self._jobs())
-        elif is_stream:
+        elif is_stream and not (loader.num_workers or isinstance(dataset, IterDataPipe)):
             batches = self._read_stream()
         elif loader.num_workers and self.own.worker == "thread":
             batches = self._in_threads()
-        elif loader.num_workers or is_replaced():
+        elif is_stream or is_replaced():
+            batches = self._as_torch()
+        elif loader.num_workers:
             batches = self._in_processes()
         else:
             batches = here(self._items(dataset).make, self._jobs())
@@ -223,7 +223,8 @@ class Making:
 
         def begin(number: int) -> None:
             dataset = own_copy(loader.dataset)
-            info = WorkerInfo(number, count, (own.base_seed or 0) + number, dataset)
+            info = SimpleNamespace(id=number, num_workers=count, dataset=dataset)
+            info.seed, info.rng = (own.base_seed or 0) + number, None  # as in torch's workers
             become_worker(info, self._items(dataset), loader.worker_init_fn)
 
         make = partial(make_in_worker, torch.is_grad_enabled())
@@ -231,28 +232,46 @@ class Making:
         return in_threads(Threads(count, "fastamp worker", begin), make, jobs, ahead=ahead)
 
     def _in_processes(self) -> Iterator[Made | Failed]:
-        """Return the batches of torch's iterator over a map-style dataset."""
+        """Return the batches that torch's worker processes make of a map-style dataset."""
         loader, own, same = self.loader, self.own, torch.Generator()
         placed = self._jobs(same)
         if own.inner is not None:
             inner, jobs = own.inner
-            jobs.begin(placed)
+            jobs.jobs = placed
             return iter(inner)
-        jobs = WorkerJobs(placed, is_placed=not is_replaced())
-        how: dict[str, Any] = {"batch_size": None, "sampler": jobs}
-        if not self.single:
-            how = {"batch_size": 1, "batch_sampler": jobs}
-        if is_replaced():  # who replaces torch's `__next__` reads the dataset and the indices there
-            own_way = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
-            inner = self._torchs(loader.dataset, same, **how, **own_way)
-            return map(Made, iter(inner))
+        jobs = WorkerJobs(placed)
         items = WorkerItems(self._items(loader.dataset, in_process=True), loader.worker_init_fn)
         inner = self._torchs(
-            items, same, **how, collate_fn=hand_on, worker_init_fn=items.init_worker
+            items, same, collate_fn=hand_on, worker_init_fn=items.init_worker, **self._by(jobs)
         )
         if loader.persistent_workers:
             own.inner = inner, jobs
         return iter(inner)
+
+    def _as_torch(self) -> Iterator[Made | Failed]:
+        """Return the batches of torch's own loader: of pipes, and of streams that workers read.
+
+        Also where a program has replaced what torch's iterators do for each batch: it reads the
+        dataset and the indices there.
+        """
+        loader, own, inner = self.loader, self.own, self.own.inner
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if inner is None:
+            if is_stream:
+                source, how = self._source(apart=False), self._sizes()
+            else:
+                source = torch.Generator()
+                how = self._by(as_list(rows) for rows, *_ in self._jobs(source))
+            how["worker_init_fn"] = loader.worker_init_fn
+            inner = self._torchs(loader.dataset, source, collate_fn=loader.collate_fn, **how)
+            own.inner = inner if is_stream and loader.persistent_workers else None
+        return map(Made, iter(inner))
+
+    def _by(self, indices: Any) -> dict[str, Any]:
+        """Return the arguments of torch's loader for an order of batches, or of single samples."""
+        if self.single:
+            return {"batch_size": None, "sampler": indices}
+        return {"batch_sampler": indices}
 
     def _torchs(self, dataset: Any, generator: torch.Generator, **how: Any) -> Any:
         """Return torch's loader with the options of this one; its own thread pins the batches."""
@@ -261,47 +280,28 @@ class Making:
         options["pin_memory"] = self.memory.pinned
         if not self.loader.num_workers:
             options["prefetch_factor"] = None
-        return TorchDataLoader(dataset, **options, **how)
+        inner: Any = TorchDataLoader(dataset, **options, **how)
+        if isinstance(dataset, IterableDataset):  # of which torch may warn
+            inner._IterableDataset_len_called = self.loader._IterableDataset_len_called
+        return inner
 
     def _read_stream(self) -> Iterator[Made | Failed]:
-        """Return the batches of torch's iterator over an iterable dataset."""
-        loader, own, position = self.loader, self.own, self.position
-        count, same = loader.num_workers, torch.Generator()
-        inner, stream = own.inner or (None, None)
-        if isinstance(loader.dataset, IterDataPipe):
-            same = self._source(apart=position.sample_seed is not None)  # torch seeds the pipes
-            position.sample_seed = position.sample_seed or 0
-        else:
-            self._draw_base(same, position.sample_seed is not None)
-        if inner is None:
-            inner, stream = self._open_stream(same)
-            own.inner = (inner, stream) if loader.persistent_workers else None
-        inner._IterableDataset_len_called = loader._IterableDataset_len_called
-        if stream is None:
-            return map(Made, iter(inner))
-        stream.begin(position.sample_seed, position.epoch, position.dataset_state)
-        if count:
-            return iter(inner)
-        batches = read_stream(stream, iter(inner))
-        own.save = stream.state_dict if find_save(loader.dataset) else None
-        if own.save is None and position.batch:
-            with generators_kept():  # read what was delivered once more
-                for _ in islice(batches, position.batch):
+        """Read an iterable dataset from its state on, or again up to the position."""
+        loader, position, same = self.loader, self.position, torch.Generator()
+        self._draw_base(same, position.sample_seed is not None)
+        collate_fn = self._items(loader.dataset).collate_fn
+        inner = self._torchs(loader.dataset, same, collate_fn=collate_fn, **self._sizes())
+        order = Order(find_pass_key(position.sample_seed or 0, position.epoch))
+        stream = Stream(inner, loader.dataset, order, position.dataset_state)
+        if position.batch and not has_state(loader.dataset):
+            with generators_kept():
+                for _ in islice(stream, position.batch):
                     pass
-        stream.cell.number = position.batch
-        return batches
+        stream.number = position.batch
+        return stream
 
-    def _open_stream(self, generator: torch.Generator) -> tuple[Any, Stream | None]:
-        """Return torch's loader of an iterable dataset, and what stands in that one's place."""
-        loader, dataset = self.loader, self.loader.dataset
-        how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if isinstance(dataset, IterDataPipe):  # torch reads its graph
-            own = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
-            return self._torchs(dataset, generator, **how, **own), None
-        collate_fn = self._items(dataset, in_process=loader.num_workers > 0).collate_fn
-        stream = Stream(dataset, collate_fn, loader.num_workers, loader.worker_init_fn)
-        own = {"collate_fn": stream.collate, "worker_init_fn": stream.init_worker}
-        return self._torchs(stream, generator, **how, **own), stream
+    def _sizes(self) -> dict[str, Any]:
+        return {"batch_size": self.loader.batch_size, "drop_last": self.loader.drop_last}
 
 
 def is_replaced() -> bool:

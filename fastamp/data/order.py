@@ -2,10 +2,9 @@
 
 import copy
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from numbers import Integral
@@ -24,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastamp.data.position import Position, find_save
+from fastamp.data.position import Position
 from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_kept
 
 Job: TypeAlias = tuple[Any, Order, int]
@@ -47,7 +46,7 @@ class SeededSampler(RandomSampler):
         self.told = epoch
 
     def place(self, epoch: int) -> None:
-        """Follow the loader, whose next pass is that of an epoch."""
+        """Follow a loader, whose next pass is that of an epoch; its copies share the sampler."""
         self.epoch, self._passes = epoch, 0
 
     def __iter__(self) -> Iterator[int]:
@@ -152,8 +151,6 @@ class Plan:
     """This rank's; None loads all."""
     source: torch.Generator | None
     """What the sampler or the loader draws from; None for torch's default generator."""
-    states: deque[Any] = field(default_factory=deque)
-    """The state of a sampler that has one, after each batch that it has yielded."""
 
     def begin(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Draw what torch's iterators draw at the start, in their order, and return the batches.
@@ -161,7 +158,6 @@ class Plan:
         Rows are an int64 tensor or a range where the order is computed; else what the sampler
         yields. `draw_base` draws the seed of workers; True lets the program's generators be.
         """
-        self.states.clear()
         size, drop_last, rows = 1, False, self.sampler
         if not self.single:
             if type(rows) not in (BatchSampler, RankBatches):
@@ -176,9 +172,7 @@ class Plan:
             order = self.share.take(order, position.consumed, drop_last=drop_last)
         stop = len(order) // size * size if drop_last else len(order)
         begins = range(position.batch * size, stop, size)
-        # At the end torch draws one more permutation, and uses nothing of it.
-        again = source if len(order) == len(rows.data_source) else None
-        return self._cut(order, begins, self._order(position), again)
+        return self._cut(order, begins, self._order(position))
 
     def _compute(self, sampler: Any, position: Position) -> Any:
         """Return all rows in order."""
@@ -186,26 +180,24 @@ class Plan:
         if not isinstance(sampler, RandomSampler):
             return range(length)
         source = sampler.generator
-        if source is not None and position.generator is None:
-            position.generator = source.get_state()
-        elif source is not None:
+        if source is not None:
+            if position.generator is None:
+                position.generator = source.get_state()
             source.set_state(position.generator)
-        elif self.seed is not None:
-            source = seeded(self.seed + position.epoch)
-        else:
+            rows = _permute(length, source)
+            if sampler.num_samples == length:  # torch draws one more, and uses nothing of it
+                _permute(length, source)
+            return rows[: sampler.num_samples]
+        if self.seed is None:
             position.order = draw_seed() if position.order is None else position.order
-            source = seeded(position.order)
-        return _permute(length, source)[: sampler.num_samples]
+        seed = position.order if self.seed is None else self.seed + position.epoch
+        return _permute(length, seeded(seed or 0))[: sampler.num_samples]
 
-    def _cut(
-        self, rows: Any, begins: range, order: Order, again: torch.Generator | None
-    ) -> Iterator[Job]:
+    def _cut(self, rows: Any, begins: range, order: Order) -> Iterator[Job]:
         """Yield the batches of a computed order."""
         size, single = begins.step, self.single
         for number in begins:
             yield int(rows[number]) if single else rows[number : number + size], order, number
-        if again is not None:
-            _permute(len(rows), again)
 
     def _order(self, position: Position) -> Order:
         """Return the keys of the pass's samples."""
@@ -219,17 +211,10 @@ class Plan:
 
     def _read(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Begin a sampler that is no plain one of torch's, and yield its batches."""
-        sampler = self._seeded(position.epoch)
-        parts = (sampler, getattr(sampler, "sampler", None))  # a sampler may lie in torch's
-        owner: Any = next((part for part in parts if find_save(part)), None)
-        is_resumed, skipped = position.batch > 0 or position.generator is not None, position.batch
+        sampler, skipped = self._seeded(position.epoch), position.batch
         source = torch.default_generator if self.source is None else self.source
-        number = 0
-        with generators_kept() if is_resumed else nullcontext():
-            if owner is not None and position.sampler_state is not None:
-                owner.load_state_dict(position.sampler_state["state"])
-                number, skipped = position.sampler_state["samples"], 0
-            elif position.generator is None:
+        with nullcontext() if position.generator is None else generators_kept():
+            if position.generator is None:
                 position.generator = source.get_state()
             else:
                 source.set_state(position.generator)
@@ -237,7 +222,7 @@ class Plan:
             draw_base(False)
             after = source.get_state()
         order, again = self._order(position), partial(source.set_state, after)
-        batches = self._place(iterator, owner, number, order, skipped, again)
+        batches = self._place(iterator, order, skipped, again)
         # Most samplers draw now. One that is resumed draws when its first batch is asked for: until
         # then a program may call its `set_epoch`, as Lightning does.
         return batches if skipped else chain([*islice(batches, 1)], batches)
@@ -258,24 +243,21 @@ class Plan:
     def _place(
         self,
         iterator: Iterator[Any],
-        owner: Any,
-        number: int,
         order: Order,
         skipped: int,
         again: Callable[[], object],
     ) -> Iterator[Job]:
         """Yield the batches of a sampler after those that were delivered.
 
-        Its state is noted after each, if it has one. `again` puts the draws of those back.
+        `again` puts the draws of those back.
         """
+        number = 0
         if skipped:
             with generators_kept():
                 again()
                 number = sum(map(self._count, islice(iterator, skipped)))
         for batch in iterator:
             first, number = number, number + self._count(batch)
-            if owner is not None:
-                self.states.append({"samples": number, "state": copy.deepcopy(owner.state_dict())})
             if isinstance(batch, Tensor):  # a sampler may yield the same object again and again
                 batch = batch.clone()  # noqa: PLW2901
             elif isinstance(batch, list | np.ndarray):

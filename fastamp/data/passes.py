@@ -1,7 +1,6 @@
 """One pass over a loader: what moves as batches are delivered, and where its time goes."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import GeneratorType
@@ -103,11 +102,9 @@ class LoaderPass(Iterator[Any]):
         position: Position,
         stats: LoaderStats,
         length: Callable[[], int],
-        states: deque[Any],
     ) -> None:
-        """`states` receives the state of a sampler of the user's after each batch."""
         self._batches, self.position, self._stats = batches, position, stats
-        self._length, self._states = length, states
+        self._length = length
         self.ended = self.interrupted = False
         self._broken = ""
         self._left_s = 0.0  # when the last batch was delivered
@@ -124,8 +121,6 @@ class LoaderPass(Iterator[Any]):
         delivered = position.batch
         try:
             made = next(self._batches) if not is_profiling() else _profiled(self._batches)
-            if self._states:
-                position.sampler_state = self._states.popleft()
             position.batch += 1
             end_s = time.perf_counter()
             stats.wait_s += end_s - start_s

@@ -1,8 +1,6 @@
 """Where a loader is in its epochs, and how a state stores it."""
 
-import inspect
 from base64 import b64decode, b64encode
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,26 +27,16 @@ class Position:
     """Seed of the order, where torch's sampler draws one."""
     generator: Tensor | None = None
     """State of what the order is drawn from, before it is drawn."""
-    sampler_state: Any = None
-    """State of a sampler that has one, and the samples that it has yielded, at this place."""
     dataset_state: Any = None
-    """State of a dataset that has one, and is read in the loop's process."""
+    """Of a dataset that has a state, and is read in the loop's process."""
 
 
 _NAMES = tuple(field.name for field in fields(Position))
 
-_OF_OTHERS = {"sampler_state": {"samples", "state"}, "dataset_state": {"dataset", "iterator"}}
-"""Keys of the states of the user's own objects."""
 
-
-def find_save(owner: Any) -> Callable[[], Any] | None:
-    """Return the `state_dict` of a dataset or sampler if it needs no arguments."""
-    save: Callable[[], Any] | None = getattr(owner, "state_dict", None)
-    try:
-        inspect.signature(save).bind()  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
-    return save if hasattr(owner, "load_state_dict") else None
+def has_state(owner: Any) -> bool:
+    """Say whether a dataset, a sampler or a loader can be asked for its state, and take one."""
+    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
 
 
 def encode(position: Position) -> dict[str, Any]:
@@ -78,11 +66,6 @@ def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
     for name in ("epoch", "batch", "consumed", "sample_seed", "order", "told_epoch"):
         optional = name in ("sample_seed", "order", "told_epoch")
         as_integer(f"state: its {name}", state[name], least=0, optional=optional)
-    for name, keys in _OF_OTHERS.items():
-        given = state[name]
-        if given is not None and (not isinstance(given, dict) or given.keys() != keys):
-            msg = f"state: its {name}: expected None or a dict of {sorted(keys)}, got {given!r}"
-            raise ValueError(msg)
     values = {name: state[name] for name in _NAMES}
     if state["generator"] is not None:
         try:

@@ -10,40 +10,21 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.items import Failed, Items, Made, Make, Stream, attempt
-from fastamp.data.sample_rng import Order, current, generators_kept
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """What `get_worker_info` returns in a thread; in a process it is torch's own."""
-
-    id: int
-    """From 0 to `num_workers - 1`."""
-    num_workers: int
-    seed: int
-    """The pass's base seed plus the id, as in torch's workers; nothing is seeded with it."""
-    dataset: Any
-    """This thread's shallow copy of the loader's dataset."""
-    rng: None = None
-    """As in torch's workers; `fastamp.sample_rng()` has generators."""
-    worker_method: str = "thread"
-    """As in torch 2.13, where it is "multiprocessing"."""
+from fastamp.data.items import Failed, Items, Made, Make, attempt
+from fastamp.data.sample_rng import Order, generators_kept
 
 
 class _Own(threading.local):
-    info: WorkerInfo | None = None
+    info: SimpleNamespace | None = None
     items: Items | None = None
 
 
@@ -53,7 +34,8 @@ _own = _Own()
 def get_worker_info() -> Any:
     """Return the id, num_workers, seed and dataset of the worker that runs this; None elsewhere.
 
-    As torch's function, which knows processes only, and returns None in threads.
+    As torch's function, which knows processes only, and returns None in threads. There the dataset
+    is the thread's shallow copy, and nothing is seeded with the seed.
 
     Example:
         >>> class Worker(torch.utils.data.Dataset):
@@ -226,7 +208,7 @@ def is_end(made: Made | Failed) -> bool:
 
 
 def become_worker(
-    info: WorkerInfo, items: Items, worker_init_fn: Callable[[int], None] | None
+    info: SimpleNamespace, items: Items, worker_init_fn: Callable[[int], None] | None
 ) -> None:
     """Make the current thread a worker, in which torch computes on one thread, as in processes."""
     _own.info, _own.items = info, items
@@ -269,23 +251,3 @@ def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:
             ]
             vars(made)[name] = type(value)(copies)
     return made
-
-
-def read_stream(stream: Stream, iterator: Iterator[Any]) -> Iterator[Made | Failed]:
-    """Read the batches of torch's iterator over a stream in the loop's thread."""
-    return iter(partial(_read, stream, iterator), None)
-
-
-def _read(stream: Stream, iterator: Iterator[Any]) -> Made | Failed | None:
-    """Return the next batch, or None at the end."""
-    before, start_s = current.sample, time.perf_counter()
-    current.sample = stream.cell
-    try:
-        made: Made = next(iterator)
-        return made._replace(getitem_s=time.perf_counter() - start_s - made.collate_s)
-    except StopIteration:
-        return None
-    except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
-        return Failed(error)
-    finally:
-        current.sample = before

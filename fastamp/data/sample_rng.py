@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ class Order(NamedTuple):
 
     def find_keys(self, number: int, count: int) -> Tensor:
         """Return the keys of so many samples from a number on, as int64 of the same bits."""
-        numbers = torch.arange(number, number + count, device="cpu")
-        return mix_all(self.places(numbers) ^ _signed(self.key))
+        numbers: Any = np.arange(number, number + count, dtype=np.int64)
+        return mix_all(torch.from_numpy(self.places(numbers) ^ _signed(self.key)))
 
 
 def find_pass_key(seed: int, epoch: int) -> int:
@@ -135,11 +135,11 @@ def sample_rng() -> SampleRng:
     number, or on where a pass was stopped and resumed. A sample that comes twice in an epoch gets
     two different draws. All calls for one sample return the same generators, which continue.
 
-    `__getitems__` has one set of generators for each batch, and a `collate_fn` another one. Each
-    worker's copy of an iterable dataset has one for each of its batches, shared with the
-    `collate_fn`. Outside of a `fastamp.DataLoader` each call returns new ones, seeded from torch's
-    default generator. Draws from the global generators of torch, NumPy or Python are not repeatable
-    if threads make the samples.
+    `__getitems__` has one set of generators for each batch, and a `collate_fn` another one. An
+    iterable dataset has one for each batch, shared with the `collate_fn`. Outside of a
+    `fastamp.DataLoader`, and where workers read an iterable dataset, each call returns new ones,
+    seeded from torch's default generator, which torch seeds in each worker. Draws from the global
+    generators of torch, NumPy or Python are not repeatable if threads make the samples.
 
     Example:
         >>> class Noise(torch.utils.data.Dataset):

@@ -75,9 +75,6 @@ class Source(Dataset[Any]):
         raise NotImplementedError(msg)
 
     def __getitem__(self, index: int) -> Any:
-        if not -len(self) <= index < len(self):
-            msg = f"index {index} is out of range for {len(self)} samples"
-            raise IndexError(msg)
         return tree_map(lambda array: array[index], self.columns())
 
 
@@ -137,9 +134,7 @@ def _select(columns: Columns, subset: Any) -> Columns | str:
     known = _rows_of.get(subset)
     if known is None or known[0] is not indices or known[1] != some:
         known = _rows_of[subset] = indices, some, as_rows(indices)
-    rows, length = known[2], len(columns.arrays[0]) if columns.rows is None else len(columns.rows)
-    if columns.starts is not None and rows is not None and columns.rows is None:
-        return replace(columns, rows=rows)  # which `starts` checks
+    rows, length = known[2], len(subset.dataset)
     if rows is None or not _are_within(rows, length):
         return "the indices of the Subset are not all rows of its dataset"
     rows = torch.where(rows < 0, rows + length, rows)
@@ -151,20 +146,31 @@ def _are_within(rows: Tensor, length: int) -> bool:
     return not len(rows) or (int(rows.min()) >= -length and int(rows.max()) < length)
 
 
+class _Part:
+    """An array that is gathered, and how."""
+
+    def __init__(self, array: Tensor, dtype: torch.dtype) -> None:
+        self.own, self.dtype, self.shape = array.dtype, dtype, tuple(array.shape[1:])
+        self.array = array.view(_SIGNED.get(array.dtype, array.dtype))
+        self.is_long = array[:1].nbytes >= _LONG_ROW and array[:1].is_contiguous()
+        self.widened = 0
+        """Bytes of integers that become int64, negative if signed; 0 for rows as they are."""
+        if dtype is not self.own:
+            self.widened = -self.own.itemsize if self.own.is_signed else self.own.itemsize
+
+
 class Gathered:
     """Makes batches of a dataset's columns. `items` make those of no plain rows."""
 
     def __init__(self, columns: Columns, memory: Memory, items: Items, max_bytes: int) -> None:
         self._columns = columns = in_row_order(columns, max_bytes)
         self._memory, self._items, self.device = memory, items, columns.arrays[0].device
-        self._parts = [
-            (array.view(_SIGNED.get(array.dtype, array.dtype)), array.dtype, dtype)
-            for array, dtype in zip(columns.arrays, columns.dtypes, strict=True)
-        ]
-        sizes = [math.prod(a.shape[1:]) * dtype.itemsize for a, _, dtype in self._parts]
+        self._parts = [*map(_Part, columns.arrays, columns.dtypes)]
+        sizes = [math.prod(part.shape) * part.dtype.itemsize for part in self._parts]
         # So many rows take memory that is leased, and so many more fill the caches.
         self._leased_from = 0 if memory.pinned else LEASED_NBYTES // max(1, *sizes)
         self._core_from = _CORE_NBYTES // max(1, sum(sizes))
+        self._core, self._num_threads = core_for(_CPU), torch.get_num_threads()
         self._keyed = columns.starts is not None or columns.then is not None
 
     def make(self, rows: Any, order: Order, number: int, start: Start | None = None) -> Made:
@@ -192,23 +198,19 @@ class Gathered:
                 return None
             rows = found
         keys = order.find_keys(number, rows.shape[0]) if self._keyed else None
-        if columns.rows is not None:
-            rows = columns.rows.index_select(0, rows)
         if columns.starts is not None and keys is not None:
-            rows = columns.starts(rows, keys)
+            rows = columns.starts(keys)
+        elif columns.rows is not None:
+            rows = columns.rows.index_select(0, rows)
         if self.device != _CPU:
-            parts = self._take_on_device(rows)
-        elif rows.shape[0] >= self._leased_from:
-            parts = self._take_large(rows)
-        else:
-            parts = []
-            for array, own, dtype in self._parts:
-                if own is not dtype:
-                    out = torch.empty((len(rows), *array.shape[1:]), dtype=dtype, device=_CPU)
-                    parts.append(_widen(array, own, rows, out))
-                    continue
-                part = array.index_select(0, rows)
-                parts.append(part if part.dtype is own else part.view(own))
+            return self._take_on_device(rows), keys
+        parts, count = [], rows.shape[0]
+        for part in self._parts:
+            if part.widened or count >= self._leased_from:
+                parts.append(self._take(part, rows, count))
+            else:
+                taken = part.array.index_select(0, rows)
+                parts.append(taken if taken.dtype is part.own else taken.view(part.own))
         return parts, keys
 
     def _finish(self, parts: list[Tensor], keys: Tensor | None) -> Any:
@@ -227,36 +229,24 @@ class Gathered:
         on_cuda = self.device.type == "cuda"
         rows = (rows.pin_memory() if on_cuda else rows).to(self.device, non_blocking=True)
         parts = []
-        for array, own, dtype in self._parts:
+        for part in self._parts:
             if on_cuda:
-                array.record_stream(torch.cuda.current_stream(self.device))
-            part = array.index_select(0, rows).view(own)
-            parts.append(part if own is dtype else part.to(dtype))
+                part.array.record_stream(torch.cuda.current_stream(self.device))
+            taken = part.array.index_select(0, rows).view(part.own)
+            parts.append(taken.to(part.dtype) if part.widened else taken)
         return parts
 
-    def _take_large(self, rows: Tensor) -> list[Tensor]:
-        """Gather into memory that is leased or pinned; what fills the caches, by the core."""
-        parts, core = [], None
-        if len(rows) >= self._core_from:
-            core = core_for(_CPU)
-        for array, own, dtype in self._parts:
-            out = self._memory.allocate((len(rows), *array.shape[1:]), dtype)
-            is_long = array[:1].nbytes >= _LONG_ROW and array[:1].is_contiguous()
-            if own is not dtype:
-                _widen(array, own, rows, out)
-            elif core is not None and is_long:
-                core.gather(array, rows, out, torch.get_num_threads())
-            else:
-                torch.index_select(array, 0, rows, out=out.view(array.dtype))
-            parts.append(out)
-        return parts
-
-
-def _widen(array: Tensor, own: torch.dtype, rows: Tensor, out: Tensor) -> Tensor:
-    """Gather rows of integers of a dtype into int64."""
-    core = core_for(_CPU)
-    if core is None:
-        return out.copy_(array.index_select(0, rows).view(own))
-    size = -own.itemsize if own.is_signed else own.itemsize
-    core.gather(array, rows, out, torch.get_num_threads(), size)
-    return out
+    def _take(self, part: _Part, rows: Tensor, count: int) -> Tensor:
+        """Gather as int64, or into leased or pinned memory; by the core what fills the caches."""
+        array, shape = part.array, (count, *part.shape)
+        if count >= self._leased_from:
+            out = self._memory.allocate(shape, part.dtype)
+        else:
+            out = array.new_empty(shape, dtype=part.dtype)
+        if self._core and (part.widened or (part.is_long and count >= self._core_from)):
+            self._core.gather(array, rows, out, self._num_threads, part.widened)
+        elif part.widened:
+            out.copy_(array.index_select(0, rows).view(part.own))
+        else:
+            torch.index_select(array, 0, rows, out=out.view(array.dtype))
+        return out

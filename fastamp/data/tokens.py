@@ -2,6 +2,7 @@
 
 import os
 from bisect import bisect_right
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,9 +14,9 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastamp.data.arrays import Columns, as_tensor, index_error
+from fastamp.data.arrays import Columns, as_tensor
 from fastamp.data.checks import as_integer
-from fastamp.data.sample_rng import mix, mix_all, sample_rng
+from fastamp.data.sample_rng import sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
 _DTYPES = (np.uint8, np.uint16, np.uint32, np.int32, np.int64)
@@ -72,8 +73,12 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         header = as_integer("header", header, least=0, optional=False)
         self.random_offsets = bool(random_offsets)
         sources = path_or_array if isinstance(path_or_array, list | tuple) else [path_or_array]
-        kind = None if dtype is None else _as_dtype(dtype)
-        self._opened = [*map(_portable, sources)], kind, header
+        try:
+            kind = None if dtype is None else np.dtype(dtype)
+            self._opened = [*map(_portable, sources)], kind, header
+        except (RuntimeError, TypeError, ValueError) as error:
+            msg = f"dtype={dtype!r}, path_or_array: expected {_NAMES}, on the CPU: {error}"
+            raise TypeError(msg) from error
         self._open()
 
     def _open(self) -> None:
@@ -90,10 +95,11 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not -self._length <= index < self._length:
-            raise index_error(index, self._length)
+            msg = f"index {index} is out of bounds for dimension 0 with size {self._length}"
+            raise IndexError(msg)
         begin = int(index) % self._length * self.block_size
         if self.random_offsets:
-            begin = mix(sample_rng().take_key() + 1) % (self._begins[-1] - self.block_size)
+            begin = sample_rng().take_key() % (self._begins[-1] - self.block_size)
         tokens = self._read(begin, begin + self.block_size + 1)
         x, y = (torch.from_numpy(part.astype(np.int64)) for part in (tokens[:-1], tokens[1:]))
         return x, y
@@ -117,17 +123,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         if self.random_offsets:
             step, count = 1, len(tokens) - block_size
         x, y = (part.as_strided((count, block_size), (step, 1)) for part in (tokens, tokens[1:]))
-        starts = self._find_starts if self.random_offsets else None
+        starts = partial(_draw_starts, count) if self.random_offsets else None
         return Columns([x, y], [torch.int64] * 2, list, starts=starts)
-
-    def _find_starts(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return the windows that samples with these keys draw."""
-        beyond = (rows < -self._length) | (rows >= self._length)
-        if beyond.any():
-            raise index_error(int(rows[beyond][0]), self._length)
-        places = np.uint64(self._begins[-1] - self.block_size)
-        drawn = mix_all(keys + 1).numpy().view(np.uint64) % places
-        return torch.from_numpy(drawn.astype(np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the tokens: a file as its path, which is mapped again when loaded."""
@@ -138,25 +135,17 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self._open()
 
 
+def _draw_starts(count: int, keys: Tensor) -> Tensor:
+    """Return the windows, of so many, that samples with these keys draw."""
+    drawn = keys.numpy().view(np.uint64) % np.uint64(count)
+    return torch.from_numpy(drawn.view(np.int64))
+
+
 def _portable(source: Any) -> Any:
     """Return an absolute path, or an array in place of a tensor, which may not be picklable."""
     if isinstance(source, str | os.PathLike):
         return Path(source).absolute()
-    try:
-        return np.asarray(source) if isinstance(source, Tensor) else source
-    except (RuntimeError, TypeError) as error:  # of another device or layout, or with a gradient
-        msg = f"path_or_array: expected a plain tensor on the CPU: {error}"
-        raise TypeError(msg) from error
-
-
-def _as_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return what NumPy makes of a dtype, or raise an error."""
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except (TypeError, ValueError) as error:
-        msg = f"dtype: expected {_NAMES}, got {dtype!r}"
-        raise TypeError(msg) from error
-    return found
+    return np.asarray(source) if isinstance(source, Tensor) else source
 
 
 def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[Any]]:

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from fastamp.integrations.accelerate_loader import prepare_loader
-from fastamp.integrations.patching import (
-    clip_once,
-    has_methods_of,
-    is_unscaled,
-    put_before,
-    replace_scaler,
-    step_and_update,
-    stock,
-)
+from fastamp.integrations.patching import Methods, is_unscaled, step_and_update
 from fastamp.step import GradScaler, StepReport, clip_grad_norm_
 from fastamp.step.native import parameters_of
 
@@ -32,11 +24,9 @@ def prepare(accelerator: Any) -> GradScaler:
     The `optimizer.step()` that follows does not read them a second time to skip. Call it once,
     before `accelerator.prepare`, or at least before schedulers are made on prepared optimizers.
 
-    `accelerator.prepare(loader)` keeps a `fastamp.DataLoader`: over several processes it is that of
-    `shard=True`, with the loader's `seed` or the first process's `torch.initial_seed()`. With a
-    sampler of the user's, an iterable dataset, options that ask for another order
-    (`dispatch_batches`, `even_batches=False`), or ranks that share a model or a sequence, several
-    processes get Accelerate's own loader, which reads item by item.
+    `accelerator.prepare(loader)` keeps a `fastamp.DataLoader`; over several processes one of
+    `shard=True`. Every other loader, and one of an iterable dataset, or of ranks that share a model
+    or a sequence, becomes Accelerate's own, which reads item by item, in the order of `seed=`.
 
     What differs from Accelerate alone:
 
@@ -70,28 +60,43 @@ def prepare(accelerator: Any) -> GradScaler:
     if kind in STEP_BY_THEMSELVES and not getattr(accelerator, "is_fsdp2", False):
         msg = f"accelerator: its distributed_type {kind} clips and steps by itself"
         raise ValueError(msg + " (FSDP2 does not: fsdp_version=2)" * (kind == "FSDP"))
-    if not has_methods_of(accelerator, _Accelerator):
+    if not isinstance(accelerator, _Accelerator):
         for optimizer in accelerator._optimizers:
             _check(optimizer)
-        scaler = replace_scaler(accelerator, "accelerator")
-        put_before(accelerator, _Accelerator)
+        scaler = _replace_scaler(accelerator)
+        _Accelerator.put_before(accelerator)
         accelerator._stepper = scaler
         for optimizer in accelerator._optimizers:
             accelerator._adopt(optimizer)
     return accelerator._stepper  # type: ignore[no-any-return]
 
 
+def _replace_scaler(accelerator: Any) -> GradScaler:
+    """Replace torch's scaler by one of ours in its state; without one, return a disabled one."""
+    stock = accelerator.scaler
+    if stock is None or isinstance(stock, GradScaler):
+        return stock or GradScaler(enabled=False)
+    if type(stock) is not torch.amp.GradScaler:
+        msg = f"accelerator.scaler: expected a torch.amp.GradScaler, got {type(stock).__name__}"
+        raise TypeError(msg)
+    scaler = GradScaler(stock._device, enabled=stock.is_enabled())
+    scaler.load_state_dict(stock.state_dict())
+    accelerator.scaler = scaler
+    return scaler
+
+
 def _check(optimizer: Any) -> None:
     """Refuse an optimizer whose `step` a scheduler has replaced on the instance."""
-    if "step" in vars(optimizer) and not has_methods_of(optimizer, _Optimizer):
+    if "step" in vars(optimizer) and not isinstance(optimizer, _Optimizer):
         msg = "prepare: call it before a scheduler is made on a prepared optimizer"
         raise RuntimeError(msg)
 
 
-class _Accelerator:
+class _Accelerator(Methods):
     """The methods that replace those of an Accelerator."""
 
     scaler: GradScaler | None
+    unscale_gradients: Callable[[], None]
     sync_gradients: bool
     device_placement: bool
     _dataloaders: list[Any]
@@ -100,7 +105,7 @@ class _Accelerator:
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepare an optimizer, whose steps fastamp makes."""
-        made = stock(self).prepare_optimizer(optimizer, device_placement)
+        made = super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]
         self._adopt(made)
         return made
 
@@ -111,7 +116,7 @@ class _Accelerator:
         on_device = self.device_placement if device_placement is None else device_placement
         made = prepare_loader(data_loader, self, on_device=bool(on_device))
         if made is None:
-            return stock(self).prepare_data_loader(
+            return super().prepare_data_loader(  # type: ignore[misc]
                 data_loader, device_placement, slice_fn_for_dispatch
             )
         self._dataloaders.append(made)
@@ -121,7 +126,7 @@ class _Accelerator:
         if type(optimizer.optimizer).__module__.startswith("lomo_optim"):
             return  # it steps in the backward pass
         _check(optimizer)
-        put_before(optimizer, _Optimizer)
+        _Optimizer.put_before(optimizer)
         optimizer._stepper = self._stepper
         if optimizer.scaler is not None:
             optimizer.scaler = self.scaler
@@ -131,7 +136,7 @@ class _Accelerator:
         if self.scaler not in (None, self._stepper):
             msg = "accelerator.scaler: it was set after prepare(accelerator); set it before"
             raise RuntimeError(msg)
-        stock(self).backward(loss, **kwargs)
+        super().backward(loss, **kwargs)  # type: ignore[misc]
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
@@ -139,37 +144,30 @@ class _Accelerator:
         """Unscale and clip gradients, and return their norm; see `prepare`."""
         parameters = list(parameters)
         if self.sync_gradients and norm_type == 2 and (owners := self._find_owners(parameters)):
-            return clip_once(self._stepper, owners, max_norm)
+            for owner in owners:
+                if self._stepper.is_enabled() and is_unscaled(self._stepper, owner):
+                    self._stepper.unscale_(owner)  # raises torch's error
+            return self._stepper.clip_grad_norm_(owners, max_norm)
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def _find_owners(self, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
         """Return the optimizers that together have exactly these gradients, or an empty list."""
-        known = [each.optimizer for each in self._optimizers if has_methods_of(each, _Optimizer)]
-        if len(known) == 1 and list(map(id, parameters)) == list(map(id, parameters_of(known))):
-            return known
-        given = {id(each) for each in parameters if each.grad is not None}
-        held: set[int] = set()
+        given, held = _ids_of_grads(parameters), set()
         owners = []
-        for optimizer in known:
-            own = {id(each) for each in parameters_of([optimizer]) if each.grad is not None}
-            if own and own <= given:
+        for each in self._optimizers:
+            own = _ids_of_grads(parameters_of([each.optimizer]))
+            if own and own <= given and isinstance(each, _Optimizer):
                 held |= own
-                owners.append(optimizer)
+                owners.append(each.optimizer)
         return owners if held == given else []
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale gradients in fp16, unless a clip has."""
-        several = isinstance(optimizer, list | tuple)
-        given: list[Any] = [*optimizer] if several else [optimizer]
-        if optimizer is None:
-            given = [*self._optimizers]
-        inside = (each.optimizer if has_methods_of(each, _Optimizer) else each for each in given)
-        rest = [each for each in inside if not is_unscaled(self._stepper, each)]
-        stock(self).unscale_gradients(rest)
+
+def _ids_of_grads(parameters: Iterable[Tensor]) -> set[int]:
+    return {id(each) for each in parameters if each.grad is not None}
 
 
-class _Optimizer:
+class _Optimizer(Methods):
     """The methods that replace those of an optimizer that an Accelerator has prepared."""
 
     optimizer: torch.optim.Optimizer

@@ -3,16 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset
 
 from fastamp.data import DataLoader
-from fastamp.data.order import RankBatches, Share
-
-# The arguments that a loader of a part of the data has from the whole one.
-KEPT = "num_workers collate_fn pin_memory drop_last timeout worker_init_fn multiprocessing_context"
-KEPT += " persistent_workers pin_memory_device in_order"
+from fastamp.data.order import RankBatches, SeededSampler, Share
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -57,71 +51,26 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def prepare_loader(loader: Any, accelerator: Any, *, on_device: bool) -> PreparedLoader | None:
-    """Return a loader of this process's part of the data; None if Accelerate has to make it.
+    """Return the loader, on the Accelerator's device; None if Accelerate has to make its own.
 
-    One process keeps the loader as it is; a seeded one is that of `shard=True` with one rank, which
-    has the same order. Over several it is that of `shard=True`, if fastamp made its sampler and the
-    Accelerator wants batches of one size on all ranks.
+    One process keeps any loader of a dataset with a length, several keep one of `shard=True`.
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
-    count, rank = accelerator.num_processes, accelerator.process_index
-    mesh = getattr(accelerator, "torch_device_mesh", None)
+    mesh, share = getattr(accelerator, "torch_device_mesh", None), loader._fastamp.share
     if mesh is not None and {"tp", "cp", "sp"}.intersection(mesh.mesh_dim_names):
         return None  # the ranks of one model, or of one sequence, share batches
-    made: Any = loader
-    # The order of a shard with a seed is known to `skip_first_batches`.
-    if loader._fastamp.share is None and (count > 1 or loader._fastamp.seed is not None):
-        made = _make_shard(loader, accelerator, count, rank) or loader
-    if count > 1 and made._fastamp.share != (rank, count):
+    count = accelerator.num_processes
+    if count > 1 and share != (accelerator.process_index, count):
         return None
+    if type(loader.batch_sampler) is BatchSampler and (
+        share or type(loader.sampler) is SeededSampler
+    ):
+        # `skip_first_batches` reads it; torch lets nobody replace it by its name.
+        vars(loader)["batch_sampler"] = RankBatches(loader.batch_sampler, share or Share(0, 1))
+    made: Any = loader
     made.__class__ = PreparedLoader
     made.gradient_state = accelerator.gradient_state
     if on_device:
         made._fastamp.device = accelerator.device
     return made  # type: ignore[no-any-return]
-
-
-def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
-    """Return a loader with the same arguments and `shard=True`; None if it would differ."""
-    config, size, own = accelerator.dataloader_config, loader.batch_size, loader._fastamp
-    sampler: Any = loader.sampler
-    is_plain = type(sampler) is SequentialSampler or (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(loader.dataset)
-        and sampler.generator in (None, loader.generator if own.seed is not None else None)
-    )
-    if (
-        type(loader.batch_sampler) is not BatchSampler
-        or loader.batch_sampler.sampler is not sampler
-        or not is_plain
-        or getattr(sampler, "data_source", None) is not loader.dataset
-        or (config.split_batches and size % count)
-        or config.dispatch_batches
-        or not (config.even_batches or loader.drop_last)
-    ):
-        return None
-    seed = own.seed
-    if seed is None:
-        told = config.data_seed
-        drawn = [torch.initial_seed() % 2**63 if told is None else told]
-        dist.broadcast_object_list(drawn, 0)
-        seed = drawn[0]
-    options = {name: getattr(loader, name) for name in KEPT.split()}
-    made: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        size // count if config.split_batches else size,
-        shuffle=isinstance(sampler, RandomSampler),
-        prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
-        seed=seed,
-        rank=rank,
-        world_size=count,
-        device=own.device,
-        max_bytes=own.max_bytes,
-        worker=own.worker,
-        **options,
-    )
-    # The Trainer and `skip_first_batches` read it; torch lets nobody replace it by its name.
-    vars(made)["batch_sampler"] = RankBatches(made.batch_sampler, Share(rank, count))
-    return made

@@ -47,8 +47,8 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         scaler: for "16-mixed"; None makes one.
 
     Raises:
-        TypeError: `scaler` is not a `fastamp.GradScaler`; or a model is set up in Fabric, for which
-            there is `fastamp.integrations.fabric`.
+        TypeError: `scaler` is not a `fastamp.GradScaler`; or a model is set up in Fabric, where
+            `fastamp.optimizer_step` takes the place of the plugin.
         ValueError: another precision.
 
     Example:
@@ -83,7 +83,7 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         self.scaler = scaler or GradScaler(device, enabled=False)
         self._report: StepReport | None = None  # of the latest batch's step, if it took one
         self._is_left_out = False
-        self._module: Any = None
+        self._loop: Any = None  # Lightning's, while it fits
 
     def autocast_context_manager(self) -> AbstractContextManager[Any]:
         """Return torch.autocast, or nothing in FP32."""
@@ -92,23 +92,31 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         return super().autocast_context_manager()  # type: ignore[no-any-return]
 
     def convert_module(self, module: Any) -> Any:
-        """Refuse what scales by itself, and wrap the hook that steps schedulers."""
+        """Refuse what scales by itself, and hold back schedulers of steps after a skipped one."""
         if not hasattr(module, "trainer"):
-            msg = "AmpPrecision is a plugin for the Trainer: in Fabric call "
-            msg += f"fastamp.integrations.fabric.prepare(Fabric(precision={self.precision!r}))"
+            msg = "AmpPrecision is a plugin for the Trainer: in Fabric call fastamp.optimizer_step "
+            msg += "or fastamp.GradScaler's step in fp16, after fabric.backward"
             raise TypeError(msg)
         names = {cls.__name__ for cls in type(module.trainer.strategy).__mro__}
         if refused := names.intersection(SCALED_BY_STRATEGY):
             msg = f"{refused.pop()} scales by itself: use Trainer(precision=...) without a plugin"
             raise TypeError(msg)
-        module.lr_scheduler_step, self._module = _StepIfTaken(self, module), module
+        self._loop = module.trainer.fit_loop.epoch_loop
+        update = type(self._loop).update_lr_schedulers.__get__(self._loop)
+
+        def update_if_taken(interval: str, *args: Any, **kwargs: Any) -> None:
+            waits = any(each.interval == "step" for each in module.trainer.lr_scheduler_configs)
+            if interval == "epoch" or not (waits and self._report and self._report.skipped):
+                update(interval, *args, **kwargs)
+
+        self._loop.update_lr_schedulers = update_if_taken
         return super().convert_module(module)
 
     def teardown(self) -> None:
-        """Unwrap the hook."""
-        if self._module is not None:
-            vars(self._module).pop("lr_scheduler_step", None)
-            self._module = None
+        """Give the schedulers back."""
+        if self._loop is not None:
+            vars(self._loop).pop("update_lr_schedulers", None)
+            self._loop = None
         super().teardown()
 
     def train_step_context(self) -> AbstractContextManager[None]:
@@ -161,26 +169,6 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
 # finds the class by it.
 AmpPrecision.__qualname__ = "MixedPrecision"
 MixedPrecision = AmpPrecision
-
-
-class _StepIfTaken:
-    """A module's `lr_scheduler_step`, which steps per-step schedulers only after a step was taken.
-
-    Its pickle and its copy are the module's own hook.
-    """
-
-    def __init__(self, plugin: AmpPrecision, module: Any) -> None:
-        self._plugin, self._module = plugin, module
-        self.__wrapped__ = module.lr_scheduler_step  # Lightning checks whether it is overridden
-
-    def __call__(self, scheduler: Any, metric: Any) -> None:
-        configs, report = self._module.trainer.lr_scheduler_configs, self._plugin._report
-        by_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in configs)
-        if by_epoch or not (report and report.skipped):
-            self.__wrapped__(scheduler, metric)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "lr_scheduler_step")
 
 
 def _has_grads(optimizer: Any) -> bool:

@@ -8,16 +8,16 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from warnings import warn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fastamp.data.loader import DataLoader, check_state
-from fastamp.data.structure import contents_of
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar, require
 from fastamp.metrics.watch import ScalerWatch
@@ -127,10 +127,8 @@ def _leave_out(combined: Any) -> None:
 
 def _count_samples(batch: Any) -> int:
     """Return the length of a batch's first tensor that has one, else 0."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else 0
-    contents = contents_of(batch) or {}  # torch's pytree does not look into a BatchEncoding
-    return next(filter(None, map(_count_samples, contents.values())), 0)
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return next((len(x) for x in leaves if isinstance(x, torch.Tensor) and x.ndim), 0)
 
 
 def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:

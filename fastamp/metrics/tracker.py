@@ -19,9 +19,9 @@ from fastamp.metrics.sinks import Logged, Scalar, logged, sink_of
 from fastamp.metrics.watch import ScalerWatch, watch_gpu
 from fastamp.step import GradScaler
 
-Name: TypeAlias = str | Callable[[int, float], Iterable[Scalar]]
+Name: TypeAlias = str | Callable[[int, list[float]], Iterable[Scalar]]
 OnDevice: TypeAlias = tuple[Tensor, torch.cuda.Stream | None]  # a copy, and its stream
-Entry: TypeAlias = tuple[Name, int, float | OnDevice, float]  # at last the time
+Entry: TypeAlias = tuple[Name, int, float | list[float] | OnDevice, float]  # at last the time
 
 QUEUE = 4096
 BATCHES_IN_FLIGHT = 8
@@ -184,18 +184,12 @@ class MetricsTracker:
         with self._lock:
             return {name: series.state_dict() for name, series in self._series.items()}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, and drop what was logged before.
 
         Call `watch` for a scaler afterwards.
-
-        Raises:
-            ValueError: it is not such a state; the histories are unchanged.
         """
-        if not isinstance(state, dict) or not all(type(name) is str for name in state):
-            msg = f"state: expected a dict whose keys are the names of scalars, got {state!r:.200}"
-            raise ValueError(msg)
-        loaded = {name: _restore(name, kept) for name, kept in state.items()}
+        loaded = {name: Series.restore(kept) for name, kept in state.items()}
         self._drain(wait=True)  # what was logged before still goes to the sinks
         with self._lock:
             self._series.clear()
@@ -215,7 +209,7 @@ class MetricsTracker:
     ) -> None:
         """Queue a value of a step, or else of `last_step`, which it does not change."""
         step = self.last_step if step is None else step
-        scalar = value if type(value) is float else _to_scalar(name, value)
+        scalar = value if type(value) is float else _to_host(name, value)
         self._queue.append((name, step, scalar, time() if time_s is None else time_s))
         if len(self._queue) >= QUEUE:
             self._drain(wait=False)
@@ -244,11 +238,11 @@ class MetricsTracker:
         transfers = self._in_flight[0][1]
         return len(self._in_flight) > BATCHES_IN_FLIGHT or all(t.is_ready() for t in transfers)
 
-    def _record(self, batch: list[Entry], arrived: dict[int, float]) -> None:
+    def _record(self, batch: list[Entry], arrived: dict[int, Any]) -> None:
         """Pass a batch to the histories and the sinks; `arrived` are values by place."""
         scalars: list[Logged] = []
         for place, (name, step, queued, time_s) in enumerate(batch):
-            value = queued if isinstance(queued, float) else arrived[place]
+            value: Any = arrived[place] if isinstance(queued, tuple) else queued
             made = ((name, step, value),) if isinstance(name, str) else name(step, value)
             scalars += [logged(scalar, time_s) for scalar in made]
         columns: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
@@ -258,57 +252,48 @@ class MetricsTracker:
             values.append(value)
         for name, column in columns.items():
             self._series[name].extend(*column)
-        for sink in self._sinks if scalars and self._is_first() else ():
-            sink([*scalars])
-
-    def _is_first(self) -> bool:
-        """Return whether this is the first rank."""
         is_only = not (dist.is_available() and dist.is_initialized())
-        return is_only or dist.get_rank() == 0
+        for sink in self._sinks if scalars and (is_only or dist.get_rank() == 0) else ():
+            sink([*scalars])
 
 
 class Transfer:
-    """Scalars of one stream on their way to the host in one copy, and their places in a batch."""
+    """Values of one stream on their way to the host in one copy, and their places in a batch."""
 
     def __init__(self, stream: Any, places: list[int], values: list[Tensor]) -> None:
-        self._places = places
+        self._places, self._shapes = places, [each.shape for each in values]
         self._event: Any = None
         if stream is None:  # not CUDA: `read` copies and waits
-            self._values = torch.stack(values)
+            self._values = torch.cat([*map(torch.ravel, values)])
             return
         # Leaving the stream would make a context on the thread's device if that were another one.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            self._values = torch.stack(values).to("cpu", non_blocking=True)  # into pinned memory
+            joined = torch.cat([*map(torch.ravel, values)])
+            self._values = joined.to("cpu", non_blocking=True)  # into pinned memory
             self._event = stream.record_event()
 
     def is_ready(self) -> bool:
         """Return whether `read` returns without waiting."""
         return self._event is not None and self._event.query()
 
-    def read(self) -> Iterator[tuple[int, float]]:
-        """Wait for the scalars and return them with their places."""
+    def read(self) -> Iterator[tuple[int, Any]]:
+        """Wait for the values and return them with their places."""
         if self._event is not None:
             self._event.synchronize()
-        return zip(self._places, self._values.tolist(), strict=True)
+        parts = torch.split(self._values, [shape.numel() for shape in self._shapes])
+        for place, part, shape in zip(self._places, parts, self._shapes, strict=True):
+            yield place, part.view(shape).tolist()
 
 
 def _send(batch: list[Entry]) -> list[Transfer]:
     """Start one copy to the host for each device and stream that a batch has scalars on."""
     by_stream: dict[Any, tuple[list[int], list[Tensor]]] = defaultdict(lambda: ([], []))
     for place, (_, _, value, _) in enumerate(batch):
-        if not isinstance(value, float):
+        if isinstance(value, tuple):
             places, values = by_stream[value[0].device, value[1]]
             places.append(place)
             values.append(value[0])
     return [Transfer(stream, *group) for (_, stream), group in by_stream.items()]
-
-
-def _restore(name: str, kept: Any) -> Series:
-    try:
-        return Series.restore(kept)
-    except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
-        msg = f"state[{name!r}]: is not the state of a history: {error!r}"
-        raise ValueError(msg) from error
 
 
 def _is_capturing() -> bool:
@@ -316,16 +301,22 @@ def _is_capturing() -> bool:
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def _to_scalar(name: object, value: Any) -> float | OnDevice:
-    """Return a number as a Python float, or a copy of one that is on a device."""
+def _to_host(name: object, value: Any) -> float | list[float] | OnDevice:
+    """Return a number as a Python float, or a copy of one that is on a device.
+
+    A function makes scalars of several numbers: they are a list, or one copy.
+    """
+    several = callable(name) and isinstance(value, Tensor)
     is_far = isinstance(value, Tensor) and not (value.is_cpu or value.is_meta)
-    if is_far and value.numel() == 1 and not value.is_complex():
+    if is_far and (several or value.numel() == 1) and not value.is_complex():
         if _is_capturing():
             msg = f"{name!r} cannot be logged while a CUDA graph is captured: do it afterwards"
             raise RuntimeError(msg)
         dtype = torch.float32 if value.is_mps else torch.float64  # Metal has no float64
         stream = torch.cuda.current_stream(value.device) if value.is_cuda else None
-        return value.detach().reshape(()).to(dtype, copy=True), stream
+        return value.detach().reshape(value.shape if several else ()).to(dtype, copy=True), stream
+    if several:
+        return value.tolist()  # type: ignore[no-any-return]
     with suppress(TypeError, ValueError, OverflowError, RuntimeError):
         number = value.item() if hasattr(value, "item") else value
         if not isinstance(number, (str, bytes, bytearray)):  # in which float() reads a number

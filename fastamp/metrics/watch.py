@@ -1,7 +1,7 @@
 """Sources that a tracker watches: scalers report every step, GPUs are polled.
 
 Each is given `log(name, value, step=None)`, where None is the loop's latest step. In place of a
-name it may pass a function that makes scalars of the step and the value, once the value is known.
+name it may pass a function, which makes scalars of the step and a list of numbers, once known.
 """
 
 import logging
@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fastamp.metrics.series import ScalarStats
 from fastamp.metrics.sinks import Scalar, require
@@ -34,7 +35,7 @@ class ScalerWatch:
         self._log, self._scaler, self.step = log, scaler, first_step
         scale, skipped = (known.get(f"train/{name}") for name in ("loss_scale", "skipped_steps"))
         self._scale = scale.last if scale else math.nan
-        self._n_skipped = int(skipped.last) if skipped and math.isfinite(skipped.last) else 0
+        self._n_skipped = int(skipped.last) if skipped else 0
         # When the tracker is gone, the scaler drops the reference.
         self._reference = weakref.ref(self, scaler._observers.remove)
         scaler._observers.append(self._reference)
@@ -45,25 +46,26 @@ class ScalerWatch:
         del self._reference
 
     def stepped(self) -> None:
-        """Log the scaler's last step, and the scale that it had."""
-        report, scale = self._scaler.last_step, getattr(self._scaler, "_scale", None)
-        self._log("train/grad_norm", report.norm, self.step)
-        self._log(self._of_found_inf, report.found_inf, self.step)
-        if scale is not None:  # else scaling is not enabled
-            self._log(self._of_scale, scale, self.step)
+        """Log the scaler's last step: in one tensor, since each costs a copy on its device."""
+        report = self._scaler.last_step
+        values = report._stats  # of the core: the norm, found_inf, three more, at last the scale
+        if not isinstance(values, Tensor):
+            parts = report.norm, report.found_inf, report.scale
+            values = torch.stack([part.to(report.norm.device) for part in parts])
+        self._log(self._scalars_of, values, self.step)
 
     def updated(self) -> None:
         """Count a step."""
         self.step += 1
 
-    def _of_found_inf(self, step: int, found_inf: float) -> Iterator[Scalar]:
+    def _scalars_of(self, step: int, values: list[float]) -> Iterator[Scalar]:
+        norm, found_inf, *_, scale = values
+        yield "train/grad_norm", step, norm
         if found_inf:
             self._n_skipped += 1
             yield "train/gradient_overflow", step, 1.0
             yield "train/skipped_steps", step, float(self._n_skipped)
-
-    def _of_scale(self, step: int, scale: float) -> Iterator[Scalar]:
-        if scale != self._scale:
+        if scale != self._scale and self._scaler.is_enabled():
             self._scale = scale
             yield "train/loss_scale", step, scale
 

@@ -2,15 +2,18 @@
 
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
-from fastamp.step.adamw import AdamW, to_torch
 from fastamp.step.clip import clip_grad_norm_, get_total_norm
+from fastamp.step.lean import to_torch
+from fastamp.step.optimizers import SGD, AdamW, Lion
 from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters
 from fastamp.step.scaler import GradScaler
 from fastamp.step.unscaled import optimizer_step
 
 __all__ = [
+    "SGD",
     "AdamW",
     "GradScaler",
+    "Lion",
     "NonFinite",
     "StepReport",
     "clip_grad_norm_",

@@ -55,11 +55,10 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
     known: GradStats | None = None,
     counts: SkipCounts | None = None,
     zero_grad: bool = False,
-    why: Why | None = None,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[StepReport, list[Any]]:
-    """Unscale, check, clip and step, unless a gradient or `clip.before` is not finite.
+    """Unscale, check, clip and step, unless a gradient is not finite, now or in an earlier read.
 
     Without a scale and a bound in `clip` the gradients are not read.
 
@@ -69,10 +68,9 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
         states: of the optimizers in this iteration, as torch's scaler has them: what was done is
             noted in them.
         group: ranks that hold other gradients.
-        known: the statistics of an earlier read, with `clip.before` as the flag.
+        known: the statistics of an earlier read, whose found_inf still counts.
         counts: where skipped steps are counted.
         zero_grad: set the gradients to None afterwards.
-        why: torch has to step, whatever the optimizers are.
         args: of the optimizers' `step`.
         kwargs: of the optimizers' `step`.
 
@@ -81,6 +79,9 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
         not called.
     """
     measures = clip.scale is not None or clip.max_norm is not None
+    if known is not None:
+        clip = clip._replace(before=known.found_inf)
+    why = Why("torch", "the step has arguments") if args or kwargs else None
     if why is None and group is None:
         found = _step_at_once(optimizers, clip, counts, measures=measures, zero_grad=zero_grad)
         if not isinstance(found, Why):
@@ -111,7 +112,8 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
     if not isinstance(steps, Why):
         for step in steps:
             step.apply(factor, found_inf, zero_grad=zero_grad)
-        return StepReport(stats, "native"), [None] * len(optimizers)
+        is_slow = any(isinstance(step.backend, _ops.TorchBackend) for step in steps)
+        return StepReport(stats, "fallback" if is_slow else "native"), [None] * len(optimizers)
     if grads is not None and measures:
         rescale(grads, stats, states)
     results = _step_by_torch(optimizers, states, found_inf, args, kwargs or {})

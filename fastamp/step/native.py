@@ -4,6 +4,7 @@ The optimizer's state stays torch's own, so that anyone can call `optimizer.step
 """
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -24,9 +25,9 @@ RULES = {
     "torch.optim.adam.Adam": "Adam",
     "torch.optim.sgd.SGD": "SGD",
     "torch.optim.Muon": muon.RULE,
-    "fastamp.step.adamw.AdamW": "fastamp.AdamW",
+    "fastamp.step.lean.Lean": "lean",
 }
-OWN = "fastamp.AdamW"
+OWN = "lean"  # its class names the rule
 # Options of all torch's optimizers, beside those that a rule declares.
 _COMMON = {"lr", "foreach", "capturable", "differentiable", "fused"}
 
@@ -90,18 +91,20 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Known] | Why:  # noqa: C901, PLR
         why = "a graph captures the step of a group that is neither fused nor capturable"
         return Why("torch", why)
     if backend is None:
-        return _ops.TorchBackend(device), known._replace(update=None)
+        _ops.warn_of_fallback(device)
+        return _ops.TorchBackend(device, cast(Any, optimizer).rule), known._replace(update=None)
     return (muon.MuonBackend(backend) if rule == muon.RULE else backend), known
 
 
 def _know(optimizer: Optimizer, rule: str) -> Known:
     core = _ops.core()
-    update = None if core is None or rule == muon.RULE else core.Update(rule)
-    options = muon.OPTIONS
-    if update is not None:
-        options = _COMMON.union(core.rules[rule][3])
-    is_own = rule == OWN or core is None
-    unknown = () if is_own else sorted(optimizer.defaults.keys() - options)
+    update: Any = None
+    options: Any = muon.OPTIONS
+    if core is not None and rule == OWN:
+        update, options = core.Update(cast(Any, optimizer).rule, True), optimizer.defaults.keys()
+    elif core is not None and rule != muon.RULE:
+        update, options = core.Update(rule), _COMMON.union(core.rules[rule][3])
+    unknown = () if core is None else sorted(optimizer.defaults.keys() - options)
     is_flat = any(map(is_fsdp1s, parameters_of([optimizer])))
     return Known(rule, update, ", ".join(unknown), is_flat)
 
@@ -183,15 +186,20 @@ def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | Why:
 
 
 def read_own(optimizer: Optimizer) -> NativeStep | Why:
-    """Read a fastamp.AdamW for its own `step`, whatever hooks and patches are around that."""
+    """Read a lean optimizer for its own `step`, whatever hooks and patches are around that."""
     device = _device_of(optimizer.param_groups)
-    if (backend := _ops.backend_for(device)) is not None:
-        known = _known.get(optimizer) or _known.setdefault(optimizer, _know(optimizer, OWN))
-        found = _read(optimizer, backend, known.update)
-        if not isinstance(found, Why):
-            return found
-    # Gradients with gaps in their memory, for one.
-    return _read(optimizer, _ops.TorchBackend(device), None)
+    in_operators = _ops.TorchBackend(device, cast(Any, optimizer).rule)
+    if (backend := _ops.backend_for(device)) is None:
+        _ops.warn_of_fallback(device)
+        return _read(optimizer, in_operators, None)
+    known = _known.get(optimizer) or _known.setdefault(optimizer, _know(optimizer, OWN))
+    found = _read(optimizer, backend, known.update)
+    if isinstance(found, Why):
+        why, found = found, _read(optimizer, in_operators, None)
+        if not isinstance(found, Why):  # else its reason names the parameter
+            msg = f"{type(optimizer).__name__} steps in torch's operators, many times slower: "
+            warnings.warn(msg + why.text, stacklevel=3)
+    return found
 
 
 def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:

@@ -28,7 +28,8 @@ class StepReport:
         self._stats = stats  # most programs never ask a step that read nothing
         self.way = way
         """How the step was made: "native", by fastamp, in one call of the core or, with Muon
-        and over ranks, in several; or "torch's: " and the reason, by the optimizer's own `step`."""
+        and over ranks, in several; "fallback", a lean optimizer's in torch's operators; or
+        "torch's: " and the reason, by the optimizer's own `step`."""
 
     @property
     def stats(self) -> _ops.GradStats:
@@ -97,11 +98,11 @@ class NonFinite(_Counts):
         return f"{super().__repr__()[:-1]}, rank={self.rank})"
 
 
-def unread(found_inf: Tensor | None = None, scale: Tensor | None = None) -> _ops.GradStats:
+def unread(found_inf: Tensor | None = None) -> _ops.GradStats:
     """Return the statistics of a step that did not read the gradients."""
     found_inf = torch.zeros((), dtype=torch.float32) if found_inf is None else found_inf
     nan, one = torch.full_like(found_inf, torch.nan), torch.ones_like(found_inf)
-    return _ops.GradStats([nan, found_inf, one, one, one if scale is None else scale])
+    return _ops.GradStats([nan, found_inf, one, one, one])
 
 
 def nonfinite_parameters(

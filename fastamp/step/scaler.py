@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import Clip, GradStats, Why
+from fastamp._ops import Clip, GradStats
 from fastamp.step.arguments import above_zero, as_bound, check_group, check_optimizers
 from fastamp.step.make_step import (
     NOTHING_CHECKED,
@@ -24,25 +24,23 @@ from fastamp.step.make_step import (
     refuse_fsdp1,
     rescale,
 )
-from fastamp.step.native import parameters_of
 from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters, unread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # What torch's `step` calls on its scaler: where one is overridden, torch's `step` makes the step.
-_CALLED = ("unscale_", "_unscale_grads_", "_maybe_opt_step", "_check_inf_per_device")
+_CALLED = {"unscale_", "_unscale_grads_", "_maybe_opt_step", "_check_inf_per_device"}
 
 
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that unscales, checks, clips and steps with one read of the gradients.
 
     On the CPU and CUDA, one call of fastamp's core makes the whole step of torch's Adam, AdamW
-    and SGD, if the optimizer is fused or was given neither `fused` nor `foreach`; the optimizer
-    state stays torch's, and nothing waits for the device. The step of torch's Muon is fastamp's,
-    too, with products of stacked matrices. Any other optimizer costs one in-place multiply, left
-    out when the factor is 1, and one read of a flag, before its own `step`. So does an optimizer
-    with something that only Python would respect, such as a step hook.
+    and SGD, if the optimizer is fused or was given neither `fused` nor `foreach`. torch's Muon gets
+    products of stacked matrices. The state stays torch's, and nothing waits for the device. Any
+    other optimizer, and one with a step hook, costs one in-place multiply, left out when the factor
+    is 1, and one read of a flag, before its own `step`.
 
     DTensors may have any placements on meshes of the same ranks. They cost one all-reduce a group;
     all ranks get the same norm, found_inf and scale, and each updates the shards that it holds. The
@@ -80,6 +78,12 @@ class GradScaler(torch.amp.GradScaler):
         False
     """
 
+    last_step: StepReport = StepReport(None, "no step yet")
+    """What the last call of `step` found."""
+    process_group: "ProcessGroup | None" = None
+    _skipped_before = 0  # by the instance that this one was unpickled from
+    _dropped = False  # whether the last step had zero_grad=True
+
     def __init__(
         self,
         device: str = "cuda",
@@ -101,18 +105,13 @@ class GradScaler(torch.amp.GradScaler):
         if not low <= above_zero("init_scale", init_scale) <= high:
             msg = f"init_scale: expected {min_scale=} <= {init_scale} <= {max_scale=}"
             raise ValueError(msg)
-        self._min_scale = None if min_scale is None else low
-        self._max_scale = None if max_scale is None else high
+        self._bounds = low, high
         check_group(process_group)
         self.process_group = process_group
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)  # disabled, too
         self._skipped = SkipCounts()
-        self._skipped_before = 0  # by the instance that this one was unpickled from
         # Weak references to objects to notify after every step and update; see fastamp.metrics.
         self._observers: list[Callable[[], Any]] = []
-        self._dropped = False  # whether the last step had zero_grad=True
-        self.last_step: StepReport = StepReport(None, "no step yet")
-        """What the last call of `step` found."""
 
     @property
     def skipped_steps(self) -> int:
@@ -165,55 +164,57 @@ class GradScaler(torch.amp.GradScaler):
         """
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
-        why = self._check_arguments(args, kwargs, max_norm) if args or kwargs else None
+        if args or kwargs:
+            args, kwargs = self._checked(args, kwargs, max_norm)
         if max_norm is not None and not (type(max_norm) is float and max_norm >= 0):
             max_norm = as_bound("max_norm", max_norm)
         states = self._states_of(optimizers)
         self._dropped = zero_grad = bool(zero_grad)
         is_ready = states[0]["stage"] is OptState.READY
-        before = known = None
-        if not is_ready and (before := _joined(states)) is not None:
-            known = self._read_before(states, before)
-        elif self._enabled and not is_ready and max_norm is None:
-            raise AssertionError(NOTHING_CHECKED)
+        known = None if is_ready else _read_before(states)
+        by_torch = ""
         cls: Any = type(self)
-        if _overrides(cls) or not vars(self).keys().isdisjoint(_CALLED):
-            told = "a method of the scaler is overridden"
+        if self._enabled and (_overrides(cls) or not _CALLED.isdisjoint(vars(self))):
+            by_torch = "a method of the scaler is overridden"
+        for each in optimizers if self._enabled else ():
+            kind: Any = type(each)
+            if hasattr(each, "grad_scale") or (
+                getattr(each, "_step_supports_amp_scaling", False) and not _is_torchs(kind.step)
+            ):
+                by_torch = "torch's scaler tells the optimizer how to unscale"
+        if by_torch:
+            if len(optimizers) > 1:
+                msg = f"optimizer: several cannot step together: torch's scaler has to, {by_torch}"
+                raise TypeError(msg)
+            norm = None if max_norm is None else self.clip_grad_norm_(optimizers[0], max_norm)
+            results = [super().step(optimizers[0], *args, **kwargs)]
+            self.last_step = self._report_of_torchs(states[0], norm, by_torch)
+            if zero_grad:
+                optimizers[0].zero_grad()
         else:
-            told = ""
-            for each in optimizers if self._enabled else ():
-                kind: Any = type(each)
-                if hasattr(each, "grad_scale") or (
-                    getattr(each, "_step_supports_amp_scaling", False) and not _is_torchs(kind.step)
-                ):
-                    told = "torch's scaler tells the optimizer how to unscale"
-        if told:
-            results = self._step_as_torch(optimizers, states, max_norm, told, args, kwargs)
-            for each in optimizers if zero_grad else ():
-                each.zero_grad()
-        else:
+            if self._enabled and not is_ready and known is None and max_norm is None:
+                raise AssertionError(NOTHING_CHECKED)
             self.last_step, results = make_step(
                 optimizers,
-                Clip(self._scale if is_ready else None, max_norm, before=before),
+                Clip(self._scale if is_ready else None, max_norm),
                 states,
                 group=self.process_group,
                 known=known,
                 counts=self._skipped,
                 zero_grad=zero_grad,
-                why=why,
                 args=args,
                 kwargs=kwargs,
             )
-            if self._enabled and not is_ready and max_norm is not None:
-                self.last_step.set_scale(self._loss_scale())
             if self._enabled:
                 stats = self.last_step._stats
                 flag = stats[1] if isinstance(stats, Tensor) else self.last_step.found_inf
                 for state in states:
                     state["found_inf_per_device"] = {flag.device: flag}
+        if self._enabled and (by_torch or not is_ready):
+            self.last_step.set_scale(cast(Tensor, self._scale).clone())
         for state in states:
             state["stage"] = OptState.STEPPED
-        reads = self._enabled or max_norm is not None or before is not None
+        reads = self._enabled or max_norm is not None or known is not None
         for reference in self._observers if reads else ():
             if (observer := reference()) is not None:
                 observer.stepped()
@@ -248,21 +249,17 @@ class GradScaler(torch.amp.GradScaler):
         refuse_fsdp1(optimizers, self.process_group)
         grads = hold_of(optimizers, self.process_group)
         is_ready = states[0]["stage"] is OptState.READY
-        if is_ready and (grads is None or _overrides(cast(Any, type(self)))):
+        if grads is None:
+            return torch.tensor(0.0)
+        if is_ready and _overrides(cast(Any, type(self))):
             for each in optimizers:
                 self.unscale_(each)
             is_ready = False
-        if grads is None:
-            return torch.tensor(0.0)
         if is_ready:
             refuse_float16(grads)
-        scale = self._scale if is_ready else None
-        stats = measure(grads, Clip(scale, max_norm, before=_joined(states)))
-        if self._enabled and not is_ready:
-            stats = stats.replace(scale=self._loss_scale())
+        clip = Clip(self._scale if is_ready else None, max_norm, before=_joined(states))
+        stats = measure(grads, clip)
         rescale(grads, stats, states)
-        if not self._enabled:  # until the next call of `step` or `update`
-            self._per_optimizer_states.update(zip(map(id, optimizers), states, strict=True))
         return stats.norm
 
     @_ops.untraced
@@ -279,36 +276,20 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             self._per_optimizer_states.clear()
-        elif new_scale is None:
-            states = [*self._per_optimizer_states.values()]
-            found = [flag for state in states for flag in state["found_inf_per_device"].values()]
-            scale = self._scale
-            if len(found) > 1 or (found and scale is not None and found[0].device != scale.device):
-                # torch would add them up in place, in a tensor that `last_step` may hold, and on
-                # the CPU it would read one from a GPU before it has arrived.
-                flag = cast(Tensor, _joined(states, None if scale is None else scale.device))
+        elif new_scale is None and self._scale is not None:
+            # torch would add the flags up in place, in a tensor that `last_step` may hold, and on
+            # the CPU it would read one from a GPU before it has arrived.
+            flag = _joined([*self._per_optimizer_states.values()], self._scale.device)
+            if flag is not None:
                 state = _refresh_per_optimizer_state()
                 state["found_inf_per_device"] = {flag.device: flag}
                 self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, {0: state})
         super().update(new_scale)
-        if self._enabled and self._scale is not None and (self._min_scale or self._max_scale):
-            self._scale.clamp_(self._min_scale, self._max_scale)
+        if self._enabled and self._scale is not None and self._bounds != (0.0, math.inf):
+            self._scale.clamp_(*self._bounds)
         for reference in self._observers:
             if (observer := reference()) is not None:
                 observer.updated()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch's scaler returned.
-
-        A scale outside of `min_scale` and `max_scale` becomes the nearer one.
-
-        Raises:
-            RuntimeError: it is empty, as that of a scaler that is not enabled.
-        """
-        if self._enabled and "scale" in state_dict:
-            least, most = self._min_scale or 0.0, self._max_scale or math.inf
-            state_dict = {**state_dict, "scale": min(max(state_dict["scale"], least), most)}
-        super().load_state_dict(state_dict)
 
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
         """Name the parameters of a module whose gradients hold inf or NaN.
@@ -317,34 +298,25 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: the last step was made with zero_grad=True, and no gradient is left.
-
-        Example:
-            >>> model = torch.nn.Linear(2, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters())
-            >>> scaler = fastamp.GradScaler("cpu")
-            >>> scaler.scale(model(torch.tensor([[1.0, torch.inf]]))).backward()
-            >>> scaler.step(optimizer)
-            >>> scaler.nonfinite_parameters(model)
-            [NonFinite(name='weight', n_nan=0, n_inf=1, first_index=1, rank=None)]
         """
         if self._dropped and all(parameter.grad is None for parameter in module.parameters()):
             msg = "zero_grad=True: the last step set all gradients to None; leave it out"
             raise RuntimeError(msg)
         return nonfinite_parameters(module, self.process_group)
 
-    def _check_arguments(
+    def _checked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], max_norm: float | None
-    ) -> Why | None:
-        """Refuse arguments of `step`, or say why they need torch's step."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Refuse a closure that would change the gradients; drop a closure of None."""
         if self._enabled and "closure" in kwargs:
             msg = "Closure use is not currently supported if GradScaler is enabled."
             raise RuntimeError(msg)
-        if max_norm is not None and (args[0] if args else kwargs.get("closure")) is not None:
+        closure = args[0] if args else kwargs.get("closure")
+        if max_norm is not None and closure is not None:
             msg = f"{max_norm=} cannot clip gradients that a closure recomputes inside the step"
             raise RuntimeError(msg)
-        given = (*args, *kwargs.values())
-        is_bare = not given or (given == (None,) and not kwargs.keys() - {"closure"})
-        return None if is_bare else Why("torch", "the step has arguments")
+        is_none = closure is None and len(args) + len(kwargs) == 1 and (args or "closure" in kwargs)
+        return ((), {}) if is_none else (args, kwargs)
 
     def _states_of(self, optimizers: list[Optimizer], caller: str = "step") -> list[dict[str, Any]]:
         """Return the optimizers' states in this iteration.
@@ -354,20 +326,19 @@ class GradScaler(torch.amp.GradScaler):
         needed = "param_groups" if self._enabled else "step"
         if len(optimizers) != 1 or not hasattr(optimizers[0], needed):
             check_optimizers(optimizers, needed)
+        if self._enabled and self._scale is None:
+            self._check_scale_growth_tracker(caller)  # raises torch's error
         states: list[dict[str, Any]] = []
         for each in optimizers:
-            if self._enabled:
-                if self._scale is None or self._growth_tracker is None:
-                    self._check_scale_growth_tracker(caller)  # raises torch's error
-                state = self._per_optimizer_states[id(each)]
-            else:
-                new = {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
-                known = self._per_optimizer_states.pop(id(each), new)
-                state = known if caller == "step" else new
+            state = self._per_optimizer_states[id(each)] if self._enabled else None
+            if not self._enabled and caller == "step":
+                state = self._per_optimizer_states.pop(id(each), state)
+            if state is None:
+                state = {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
+                if caller != "step":
+                    self._per_optimizer_states[id(each)] = state
             if state["stage"] is OptState.STEPPED:
-                again = "has already been called since the last update()"
-                again = again if caller == "step" else "is being called after step()"
-                msg = f"{caller}() {again}."
+                msg = "step() has already been called since the last update()."
                 raise RuntimeError(msg)
             states.append(state)
             if state["stage"] is not states[0]["stage"]:
@@ -375,32 +346,11 @@ class GradScaler(torch.amp.GradScaler):
                 raise RuntimeError(msg)
         return states
 
-    def _step_as_torch(
-        self,
-        optimizers: list[Optimizer],
-        states: list[dict[str, Any]],
-        max_norm: float | None,
-        why: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[float | None]:
-        """Let torch's scaler step, with the methods that it calls."""
-        if len(optimizers) > 1 and any(p.grad is not None for p in parameters_of(optimizers)):
-            msg = "optimizer: several cannot step together, since torch's scaler has to: " + why
-            raise TypeError(msg)
-        results = []
-        for each, state in zip(optimizers, states, strict=True):
-            norm = None if max_norm is None else self.clip_grad_norm_(each, max_norm)
-            results.append(super().step(each, *args, **kwargs))
-            found_inf = _joined([state])
-            if found_inf is None:
-                found_inf = torch.zeros((), dtype=torch.float32)
-            self._skipped.on(found_inf.device).add_(found_inf)
-            stats = self._read_before([state], found_inf)
-            if norm is not None and "stats" not in state:
-                stats = stats.replace(norm=norm)
-            self.last_step = StepReport(stats, f"torch's: {why}")
-        return results
+    def _report_of_torchs(self, state: dict[str, Any], norm: Tensor | None, why: str) -> StepReport:
+        """Count a step that torch's scaler skipped, and report it."""
+        stats = cast(GradStats, _read_before([state]))
+        self._skipped.on(stats.found_inf.device).add_(stats.found_inf)
+        return StepReport(stats if norm is None else stats.replace(norm=norm), f"torch's: {why}")
 
     def _unscale_grads_(
         self,
@@ -421,40 +371,15 @@ class GradScaler(torch.amp.GradScaler):
         stats = grads.measure(Clip(scale=inv_scale.reciprocal()))
         grads.rescale_(inv_scale)
         if not allow_fp16:  # else it is called for the check alone, with a scale of 1
-            stats = stats.replace(scale=self._loss_scale())
             self._per_optimizer_states[id(optimizer)]["stats"] = stats
         return {grads.device: stats.found_inf}
-
-    def _loss_scale(self) -> Tensor:
-        """Return a copy of the loss scale; 1 without scaling."""
-        scale: Tensor | None = getattr(self, "_scale", None)
-        return torch.ones((), dtype=torch.float32) if scale is None else scale.clone()
-
-    def _read_before(self, states: list[dict[str, Any]], found_inf: Tensor) -> GradStats:
-        """Return the statistics of an earlier read in this iteration, with another flag."""
-        stats: GradStats | None = states[0].get("stats")
-        # Those of separate `unscale_` calls are each of one optimizer.
-        if stats is None or any(state.get("stats") is not stats for state in states):
-            return unread(found_inf, self._loss_scale())
-        return stats.replace(found_inf=found_inf)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """Make the scale, as torch does, and the count of skipped steps beside it."""
-        super()._lazy_init_scale_growth_tracker(dev)
-        if not (dev.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self._skipped.on(dev)
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the number of skipped steps; drop tensors, the process group and observers."""
         count = {"_skipped_before": self.skipped_steps, "_skipped": SkipCounts()}
-        state = super().__getstate__() | count | {"_observers": [], "process_group": None}
-        del state["last_step"]  # tensors made here would be gone before a spawned process gets them
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load the state, with no report of a last step."""
-        super().__setstate__(state)
-        self.last_step = StepReport(None, "no step yet")
+        state = super().__getstate__() | count | {"_observers": []}
+        # Tensors made here would be gone before a spawned process gets them.
+        return {name: state[name] for name in state.keys() - {"last_step", "process_group"}}
 
 
 @lru_cache(maxsize=64)
@@ -481,3 +406,15 @@ def _joined(states: list[dict[str, Any]], device: torch.device | None = None) ->
     device = flags[0].device if device is None else device
     flags = [*{id(flag): _ops.moved(flag, device) for flag in flags}.values()]
     return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+
+
+def _read_before(states: list[dict[str, Any]]) -> GradStats | None:
+    """Return the statistics of earlier reads in this iteration; None if there were none."""
+    found_inf = _joined(states)
+    if found_inf is None:
+        return None
+    stats: GradStats | None = states[0].get("stats")
+    # Those of separate `unscale_` calls are each of one optimizer.
+    if stats is None or any(state.get("stats") is not stats for state in states):
+        return unread(found_inf)
+    return stats.replace(found_inf=found_inf)

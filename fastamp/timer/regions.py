@@ -1,17 +1,13 @@
-"""The timer's regions: those of the compiled core, or csrc/timer/bind.cpp in Python.
-
-In Python a region appends its duration to a list, which needs no lock; the list is counted in
-batches.
-"""
+"""The timer's regions: those of the compiled core, or csrc/timer/bind.cpp in Python."""
 
 import functools
 import os
 import threading
+from array import array
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
-import numpy as np
 from torch.autograd import profiler
 from typing_extensions import Self
 
@@ -20,7 +16,6 @@ from fastamp import _ops
 # csrc/timer/clock.h, csrc/timer/bind.cpp
 _NUM_BUCKETS = 44 * 32
 _LONGEST_NS = (1 << 48) - 1
-_MAX_PENDING = 2048
 
 RegionMaker: TypeAlias = "Callable[[str, Any, bool], Region]"
 _Frame = tuple["Region", Any, int, Any]
@@ -53,7 +48,10 @@ class Region:
     around it. A list of all frames would be slower.
     """
 
-    __slots__ = ("_always", "_begin", "_exact", "_hits", "_local", "_pending", "children", "path")
+    __slots__ = ("_always", "_begin", "_exact", "_hits", "_local", "children", "path")
+
+    _exact: tuple[int, int, int, int]
+    _hits: "array[int]"
 
     def __init__(self, local: threading.local, path: str, begin: Any, always: bool) -> None:  # noqa: FBT001
         self.path = path
@@ -61,9 +59,7 @@ class Region:
         self._local = local
         self._begin = begin
         self._always = always
-        self._pending: list[int] = []
-        self._exact = (0, 0, 0, 0)
-        self._hits = np.zeros(_NUM_BUCKETS, np.int64)
+        self.reset()
 
     def innermost(self) -> "Region":
         """Return the innermost open region of this thread and this timer, or else this one."""
@@ -95,67 +91,40 @@ class Region:
         Nothing happens if it has been closed with a region around it.
         """
         end_ns = perf_counter_ns()
-        try:
-            stack: list[_Frame] = self._local.stack
-            region, end, start_ns, outer = stack[0]
-        except (AttributeError, TypeError):  # nothing was or is open
-            return
-        if region is not self:
-            if self._is_open(stack):
-                try:
-                    region.__exit__(None, None, None)
-                finally:
-                    self.__exit__(None, None, None)
-            return
-        stack[0] = outer
-        pending = self._pending
-        pending.append(end_ns - start_ns)
-        if len(pending) > _MAX_PENDING:
-            self._fold()
-        if end is not None:
-            end(start_ns, end_ns)
-
-    def _is_open(self, stack: list[Any]) -> bool:
-        """Return whether this region is open; it may have been closed with one around it."""
+        stack: list[Any] = getattr(self._local, "stack", [None])
         frame: _Frame | None = stack[0]
         while frame and frame[0] is not self:
             frame = frame[3]
-        return frame is not None
+        if not frame:
+            return
+        if frame is not stack[0]:
+            try:
+                stack[0][0].__exit__(None, None, None)
+            finally:
+                self.__exit__(None, None, None)
+            return
+        _, end, start_ns, stack[0] = frame
+        self.add(end_ns - start_ns)
+        if end is not None:
+            end(start_ns, end_ns)
 
     def add(self, duration_ns: int) -> None:
-        """Count a duration that was measured elsewhere."""
-        self._pending.append(duration_ns)
-        if len(self._pending) > _MAX_PENDING:
-            self._fold()
-
-    def _fold(self) -> None:
-        """Count what is pending; other threads may append meanwhile."""
+        """Count a duration."""
+        ns = min(duration_ns, _LONGEST_NS)
+        shift = max(ns.bit_length() - 6, 0)
         with _lock:
-            ns = np.fromiter(self._pending[:], np.int64)
-            if not ns.size:
-                return
-            del self._pending[: ns.size]
-            count, sum_ns, min_ns, max_ns = self._exact
-            low, high = int(ns.min()), int(ns.max())
-            self._exact = (
-                count + ns.size,
-                sum_ns + int(ns.sum()),
-                min(min_ns, low) if count else low,
-                max(max_ns, high) if count else high,
-            )
-            ns = np.minimum(ns, _LONGEST_NS)
-            shift = np.maximum(np.frexp(ns)[1] - 6, 0)  # frexp's exponent is the length in bits
-            self._hits += np.bincount((shift << 5) + (ns >> shift), minlength=_NUM_BUCKETS)
+            count, sum_ns, low, high = self._exact
+            low = min(low, duration_ns) if count else duration_ns
+            self._exact = (count + 1, sum_ns + duration_ns, low, max(high, duration_ns))
+            self._hits[(shift << 5) + (ns >> shift)] += 1
 
     def figures(self) -> tuple[Any, ...]:
         """Return count, sum, minimum and maximum, and the histogram as a buffer of int64."""
         with _lock:
-            self._fold()
             return (*self._exact, self._hits.tobytes())
 
     def reset(self) -> None:
         """Reset all figures; if the region is open, it is counted when it ends."""
         with _lock:
-            self._pending.clear()
             self._exact = (0, 0, 0, 0)
-            self._hits = np.zeros(_NUM_BUCKETS, np.int64)
+            self._hits = array("q", bytes(8 * _NUM_BUCKETS))

@@ -99,17 +99,6 @@ class Timer:
         {'step': 3, 'step/forward': 3}
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_clock",
-        "_depths",
-        "_device",
-        "_make",
-        "_regions",
-        "_root",
-        "_start_s",
-    )
-
     def __init__(self, device: str | torch.device | None = None) -> None:
         self._device = _device(device)
         make_region = region_maker()

@@ -2,10 +2,10 @@
 
 from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import TrainConfig
-from fastamp.train.loop import fine_tune
 from fastamp.train.model_call import ModelCall
 from fastamp.train.precision import compute_effective_precision
 from fastamp.train.result import Curve, RankStats, TrainResult
+from fastamp.train.run import fine_tune
 from fastamp.train.state_file import CheckpointError
 
 __all__ = [

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from fastamp.train.ranks import Ranks
 class Batches:
     """Batches on a device, each with the number of its samples.
 
-    A loader with `state_dict` and `load_state_dict`, as fastamp's, resumes by itself. A resumed
-    pass over any other iterable starts again, from the same random state, and skips the batches
-    that were consumed: it must yield the same ones again.
+    A loader with `state_dict` and `load_state_dict`, as fastamp's, resumes within a pass. Any other
+    iterable begins its next pass.
 
     A Dataset or tensors are divided among the ranks. Without `shuffle`, samples that pad a rank's
     share do not count.
@@ -48,15 +46,15 @@ class Batches:
         self.is_shared, self._n_own = share is not None, sys.maxsize
         if share is not None and not shuffle:  # without the padding of its share
             self._n_own = len(range(share.rank, len(self.loader.dataset), share.ranks))
-        self._has_state = isinstance(self.loader, DataLoader)
-        if self._has_state and shuffle and config.checkpoint_dir is not None:
+        self.has_state = isinstance(self.loader, DataLoader)
+        """Whether the loader can resume within a pass."""
+        if self.has_state and shuffle and config.checkpoint_dir is not None:
             self.loader.state_dict()  # which refuses a position that cannot be known
-        if not self._has_state:
+        if not self.has_state:
             with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
-                self._has_state = self.loader.state_dict() is not None
+                self.has_state = self.loader.state_dict() is not None
         self.n_consumed = 0
         """Batches of this pass."""
-        self._rng_at_start: dict[str, Any] | None = None  # of this pass
         self._is_resumed = False
         self._batches: Iterator[Any] = iter(())
 
@@ -87,6 +85,11 @@ class Batches:
         self.n_consumed, self._batches = 0, iter(())
 
     @property
+    def can_resume(self) -> bool:
+        """Whether a checkpoint that is written now can be resumed: in a pass it needs a state."""
+        return self.has_state or not self.n_consumed
+
+    @property
     def n_batches(self) -> int | None:
         """Batches in a pass; None if the loader has no length."""
         try:
@@ -107,12 +110,8 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""
-        loader = self.loader.state_dict() if self._has_state else None
-        rng = self._rng_at_start
-        if not self.n_consumed:  # the next pass begins with the generators as they are now
-            rng = rng_state([self._device], self._own_generators())
-        place = {"n_consumed": self.n_consumed, "n_ranks": self._n_ranks}
-        return place | {"rng": rng, "loader": loader}
+        loader = self.loader.state_dict() if self.has_state else None
+        return {"n_consumed": self.n_consumed, "n_ranks": self._n_ranks, "loader": loader}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless this kind of data can resume; a loader checks its own state."""
@@ -120,47 +119,28 @@ class Batches:
         if n_ranks != self._n_ranks and state["n_consumed"] and not self.is_shared:
             msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own: use as many"
             raise ValueError(msg)
-        if (state["loader"] is None) is self._has_state:
+        if (state["loader"] is None) is self.has_state:
             states = ("resumes by itself", "has no state of it"), ("has no state", "has one")
-            here, there = states[not self._has_state]
+            here, there = states[not self.has_state]
             msg = f"{self._name} {here}, and the checkpoint {there}"
             raise ValueError(msg)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass start at a position."""
-        if self._has_state:
+        self.n_consumed = state["n_consumed"]
+        if self.has_state:
             self.loader.load_state_dict(state["loader"])
-            if not state["n_consumed"]:  # torchdata's loader draws here for the pass that has ended
+            if not self.n_consumed:  # torchdata's loader draws here for the pass that has ended
                 self.loader.state_dict()
-        self.n_consumed, self._rng_at_start = state["n_consumed"], state["rng"]
-        self._is_resumed = self.n_consumed > 0
-        if self._rng_at_start is not None and state["n_ranks"] == self._n_ranks:
-            for i, own in enumerate(self._own_generators()):
-                own.set_state(self._rng_at_start["own"][i])
-
-    def _own_generators(self) -> list[torch.Generator]:
-        """Return what the loader and its samplers draw from, beside the default generators."""
-        drawing = (self.loader, *find_samplers(self.loader))
-        found = (getattr(one, "generator", None) for one in drawing)
-        return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
+        self._is_resumed = self.has_state and self.n_consumed > 0
 
     def _start(self) -> Iterator[Any]:
-        """Begin a pass; a resumed one begins as it did at first, and undoes the repeated draws."""
-        now = rng_state([self._device], self._own_generators())
+        """Begin a pass; one that resumes has drawn its random numbers when it began at first."""
         if not self._is_resumed:
-            self._rng_at_start = now
             return iter(self.loader)
-        self._is_resumed = False
-        set_rng_state(self._rng_at_start or now, [self._device])
+        self._is_resumed, rng = False, rng_state([self._device])
         batches: Iterator[Any] = iter(self.loader)
-        n_skipped = self.n_consumed
-        if not self._has_state:
-            n_skipped = sum(1 for _ in islice(batches, self.n_consumed))
-        set_rng_state(now, [self._device])
-        if n_skipped < self.n_consumed:
-            wanted = f"the checkpoint was written after {self.n_consumed}"
-            msg = f"{self._name}: ended after {n_skipped} batches, and {wanted}"
-            raise ValueError(msg)
+        set_rng_state(rng, [self._device])
         return batches
 
 

@@ -6,12 +6,11 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -112,7 +111,6 @@ class Checkpointer:
     """
 
     _argument, _anew = "folder", "another folder starts anew"  # in errors
-    _devices: Sequence[torch.device] | None = None  # whose random numbers are saved; None for all
 
     def __init__(
         self,
@@ -342,7 +340,7 @@ class Checkpointer:
             msg = f"{self._folder.title}: nothing is saved: its model {error}"
             raise CheckpointError(msg) from error
         own = {name: states.pop(name) for name in _OF_RANK if name in states}
-        own["rng"] = rng_state(self._at())
+        own["rng"] = rng_state(all_devices())
         if self._ranks.mode is not None:
             check_pickled(own)  # else the other ranks would wait for this one
         return state | states, own
@@ -437,7 +435,7 @@ class Checkpointer:
             self._ranks.together(partial(load_part, chosen[name], state[name]))
         self._best = state["best"]
         if self._as_many and (only is None or "rng" in only):
-            set_rng_state(state["rng"], self._at(state["rng"]))
+            set_rng_state(state["rng"], all_devices(begins=bool(state["rng"]["devices"])))
 
     def _chosen(self, only: Collection[str] | None) -> dict[str, Any]:
         """Return the parts to restore."""
@@ -454,11 +452,6 @@ class Checkpointer:
         """Return the names of the parameters of each optimizer."""
         optimizers = {n: part for n, part in self._parts.items() if isinstance(part, Optimizer)}
         return {name: names_in(optimizer, self._parts) for name, optimizer in optimizers.items()}
-
-    def _at(self, rng: dict[str, Any] | None = None) -> Sequence[torch.device]:
-        """Return the devices whose random numbers are saved, or restored from a state."""
-        begins = rng is not None and bool(rng["devices"])
-        return all_devices(begins=begins) if self._devices is None else self._devices
 
 
 def load_part(part: Any, state: Any) -> None:

@@ -113,7 +113,7 @@ class TrainConfig:
     """Folder of this run's checkpoints, with ~ for the home folder; None writes none."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None writes one after every epoch. One is always written at the
-    end."""
+    end. Of data without a `state_dict`, as torch's DataLoader, a number is a ValueError."""
     keep: int = 3
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False

@@ -1,5 +1,6 @@
-"""`fastamp.fine_tune`: the training loop, with mixed precision and checkpoints."""
+"""The loop of `fine_tune`: what a run consists of; steps, evaluations and checkpoints, in turn."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -10,121 +11,87 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastamp._progress import progress
 from fastamp.data import DataLoader
+from fastamp.metrics import MetricsTracker
+from fastamp.metrics.sinks import Logged
+from fastamp.step import GradScaler
+from fastamp.timer import Timer
 from fastamp.train.batches import Batches
+from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import AUTOCAST, TrainConfig
-from fastamp.train.random_state import rng_state, seed_all, set_rng_state
-from fastamp.train.ranks import find_ranks
+from fastamp.train.folder import Folder
+from fastamp.train.model_call import ModelCall
+from fastamp.train.optimizer import Schedule, check_saved, find_loss, make_optimizer
+from fastamp.train.progress import Progress
+from fastamp.train.random_state import seed_all
+from fastamp.train.ranks import Ranks
 from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
-from fastamp.train.run import Run
 from fastamp.train.signals import DEFERRED, Signals
 
 Part: TypeAlias = tuple[Any, Any, Any]  # a batch's inputs, its target, how many targets count
+NO_STATE = "train_data has no state_dict: checkpoints are written at the end of an epoch"
+_LOG = logging.getLogger(__name__)
 
 
-def fine_tune(
-    model: nn.Module, train_data: Any, val_data: Any = None, config: TrainConfig | None = None
-) -> TrainResult:
-    """Train a model in place: fine-tune a pretrained one, or train one from scratch.
+class _Checkpointer(Checkpointer):
+    """One whose errors name the arguments of a TrainConfig."""
 
-    1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed, and
-       the log says "resumed at step N of M", on standard error unless logging is set up.
-    2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
-       autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
-       gradient is that of the mean over the step's targets, without those that are -100
-       (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
-       counts has gradients of 0, and NaN as its loss. The learning rate advances after a step that
-       was taken; the loop learns of that one step later, without a wait.
-    3. After every epoch, or as often as the config says: evaluation in the same precision, with
-       `config.evaluate`, and a checkpoint. `config.patience` or `config.on_evaluation` may end the
-       run.
-
-    With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
-    and a checkpoint is written. A second signal acts at once, for a step that never ends, as when
-    the data hang. If the same signal ends worker processes before it comes here, or while some of a
-    step's batches, or the first ones of a pass, are missing, the last checkpoint stands. A damaged
-    checkpoint is passed over with one warning. On a CPU a run that is interrupted or killed, and
-    resumed, is bit-identical, except for random numbers that worker processes draw within an epoch.
-
-    Over ranks every rank calls this with the same arguments, and with a model on its device that is
-    in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
-    the ranks. A loader must yield the rank's part, as with `shard=True` or a DistributedSampler,
-    and as many batches as on the other ranks: `len` of it is compared when an epoch begins; without
-    one, you promise it. As in torch, gradients and training losses are means over the ranks, each
-    of its own targets; validation losses are means over all ranks' targets. Only the first rank
-    logs to `config.tracker`; a signal to one rank is a signal to all.
-
-    All ranks must be able to read the folder of checkpoints. The same number of ranks
-    resumes bit-identically, except for buffers, of which the first rank's are kept, and for DDP on
-    more than two ranks, whose first sum may be rounded differently. Any other number of ranks can
-    resume too, also with another batch size: with the rest of the epoch, at the same share of the
-    schedule, and with new random numbers.
-
-    Args:
-        model: its modules keep their training or evaluation mode; if the model itself is in
-            evaluation mode, all modules train. Afterwards all have the mode they had before.
-        train_data: a Dataset, as a list of samples is one, or tensors (one, or a tuple or dict of
-            them), which are shuffled; a DataLoader; or any other iterable of batches. A list of
-            batches is passed as `torch.utils.data.DataLoader(batches, batch_size=None)`. See
-            `ModelCall.split` on batches. Before each epoch, from 0, `set_epoch(epoch)` is called,
-            where it exists: of the loader or else of its samplers, and of the loader's dataset.
-        val_data: as `train_data`, but not shuffled; None evaluates nothing. A
-            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation. One
-            of torch with a generator of its own begins with that generator's seed again after a
-            resume: the last bits of validation losses may differ.
-        config: None is `TrainConfig()`.
-
-    Returns:
-        Loss curves, norms, skipped steps, throughput and more.
-
-    Raises:
-        CheckpointError: the newest whole checkpoint is of another model, optimizer or config; only
-            the model's device has changed by then. Or all are damaged. Or a state holds an object
-            that is neither a tensor nor a plain value.
-        OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
-        TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
-            cannot be trained on.
-        ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
-            shapes do not match, ranks have unlike numbers of batches or a model that they do not
-            share. Or the run in `config.checkpoint_dir` has finished: more `max_steps` or `epochs`
-            continue it, another folder starts anew; the model has that run's weights then. Or the
-            folder has checkpoints, and `config.resume` is False.
-
-    Example:
-        >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
-        >>> config = fastamp.TrainConfig(epochs=2, batch_size=16, device="cpu")
-        >>> result = fastamp.fine_tune(torch.nn.Linear(4, 2), (x, y), config=config)
-        >>> result.steps
-        8
-    """
-    config = TrainConfig() if config is None else config
-    for name, value, kind in (("model", model, nn.Module), ("config", config, TrainConfig)):
-        if not isinstance(value, kind):
-            msg = f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
-            raise TypeError(msg)
-    ranks = find_ranks(model)
-    with modes_kept(model):
-        rng = rng_state([config.chosen_device])
-        seed_all(config.seed, ranks.rank)
-        if not model.training:
-            model.train()
-        try:
-            return _Loop(model, train_data, val_data, config, ranks).train()
-        finally:
-            set_rng_state(rng, [config.chosen_device])
+    _argument, _anew = "checkpoint_dir", "another checkpoint_dir starts anew"
 
 
-class _Loop(Run):
-    """Steps, evaluations and checkpoints, in turn."""
+class Loop:
+    """A run, made or resumed: its parts, and what happens to them step by step."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig, ranks: Ranks
+    ) -> None:
+        compares = "keep_best" if config.keep_best else "patience"
+        self.compares = config.keep_best or config.patience is not None
+        if self.compares and val_data is None and config.metric == "loss":
+            msg = f"{compares}: expected val_data, whose loss says which is best, got None"
+            raise ValueError(msg)
+        self.config, self.model, self.ranks = config, model, ranks
+        self.device, self.precision = config.chosen_device, config.effective_precision
+        self.data = Batches("train_data", train_data, config, ranks, shuffle=True)
+        self._refuse_within_epoch()
+        self.held_out = None
+        if val_data is not None:
+            self.held_out = Batches("val_data", val_data, config, ranks, shuffle=False)
+        self.total = self._count_steps()
+        if ranks.mode is None:
+            model.to(self.device)
+        # In evaluation DDP's own call would exchange buffers.
+        self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
+        self.model_call = config.model_call or ModelCall(config.loss_fn)
+        if type(self.model_call).__call__ is not ModelCall.__call__:
+            name = type(self.model_call).__name__
+            msg = f"model_call: {name} overrides __call__, which fine_tune does not call: override "
+            raise TypeError(msg + "split, forward, loss or count")
+        has_ranks = ranks.mode is not None
+        loss_fn = getattr(self.model_call, "loss_fn", None)
+        self.loss = find_loss(loss_fn, model, self.device, has_ranks=has_ranks)
+        options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+        self.optimizer = make_optimizer(model, config.optimizer, loss=self.loss, **options)
+        self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
+        self.schedule = Schedule(
+            self.optimizer, self.scaler, lambda n: config.lr_factor(n, self.total)
+        )
+        self.timer = Timer(self.device if self.device.type == "cuda" else "cpu")
+        self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
+        self.progress = Progress(config, self.total, ranks.count)
+        self.saved_at: tuple[int, ...] = ()
+        self.compared = math.nan  # the metric of this step, if it was evaluated and is compared
+        self.is_best = False  # and the best one so far
+        folder = config.checkpoint_dir
+        self.checkpointer = None if folder is None else self._resume(folder)
+        self.tracker.watch(self.scaler, first_step=self.progress.step + 1)
         self.n_samples, dtype = 0, AUTOCAST[self.precision]
         self.autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
         # DDP exchanges gradients in the last backward pass of a step only.
-        self.no_sync: Any = self.model.no_sync if self.ranks.mode == "ddp" else nullcontext
+        self.no_sync: Any = model.no_sync if ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor, float]] = []  # with step and time, to be logged
         self.advance: Callable[..., object] = lambda: None
         self.signals = Signals(DEFERRED if self.checkpointer is not None else ())
@@ -135,7 +102,7 @@ class _Loop(Run):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         shows = self.config.progress and self.ranks.rank == 0
-        bar = progress(self.total or self.config.max_steps, self.step, shows=shows)
+        bar = progress(self.total or self.config.max_steps, self.progress.step, shows=shows)
         with closing(self.tracker), self.signals, bar as self.advance:
             self._run_epochs()
             self.schedule.read_flag()
@@ -147,22 +114,22 @@ class _Loop(Run):
         self.optimizer.zero_grad()  # drop the gradients from before
         max_steps = config.max_steps or math.inf
         epochs = config.epochs if config.max_steps is None else math.inf
-        while self.step < max_steps and self.epoch < epochs:
-            if not self.has_ended:
-                self.data.set_epoch(self.epoch)
+        while self.progress.step < max_steps and self.progress.epoch < epochs:
+            if not self.progress.has_ended:
+                self.data.set_epoch(self.progress.epoch)
             self._compare_lengths()
-            batches = iter(() if self.has_ended else self.data)
-            while self.step < max_steps and self._train_step(batches):
+            batches = iter(() if self.progress.has_ended else self.data)
+            while self.progress.step < max_steps and self._train_step(batches):
                 self._pause(config.eval_every, config.checkpoint_every)
-                if config.tracker is not None and self.step % config.log_every == 0:
+                if config.tracker is not None and self.progress.step % config.log_every == 0:
                     self.tracker.flush()
-                if self.is_stopped:
+                if self.progress.is_stopped:
                     return
-            if self.step < max_steps:
-                self.epoch, self.has_ended = self.epoch + 1, False
+            if self.progress.step < max_steps:
+                self.progress.epoch, self.progress.has_ended = self.progress.epoch + 1, False
                 # What has no interval is due after every epoch.
                 self._pause(not config.eval_every, not config.checkpoint_every)
-                if self.is_stopped:
+                if self.progress.is_stopped:
                     return
 
     def _compare_lengths(self) -> None:
@@ -178,17 +145,22 @@ class _Loop(Run):
 
     def _pause(self, eval_every: int | None, save_every: int | None) -> None:
         """Evaluate and save if the step is a multiple of these, and obey a signal."""
-        if eval_every and self.step % eval_every == 0 and self.evaluated_at != self.step:
+        if (
+            eval_every
+            and self.progress.step % eval_every == 0
+            and self.progress.evaluated_at != self.progress.step
+        ):
             self._evaluate()
-        saves = bool(save_every) and self.step % (save_every or 1) == 0
-        saver = self.checkpointer
-        saves = saves or (saver is not None and saver._is_better(self.compared))
+        saves = bool(save_every) and self.progress.step % (save_every or 1) == 0
+        saves = saves or self.is_best
         received = None
-        if saves or self.ranks.mode is None or self.step % self.config.log_every == 0:
+        if saves or self.ranks.mode is None or self.progress.step % self.config.log_every == 0:
             received = self._exchange()
-        if saves or received is not None:
+        if saves or (received is not None and self.data.can_resume):
             self.save()
         if received is not None:
+            if not self.data.can_resume:
+                _LOG.warning("%s: %s", NO_STATE, "the last one stands")
             self.signals.deliver(received)
 
     def _exchange(self) -> int | None:
@@ -207,29 +179,21 @@ class _Loop(Run):
 
     def _train_step(self, batches: Iterator[tuple[Any, int]]) -> bool:
         """Take a step of the optimizer, of at most `accumulate` batches; False if none is left."""
-        n_before = self.data.n_consumed
-        try:
-            with self.timer("data"):
-                found = [*islice((one for one in batches if one[1]), self.config.accumulate)]
-        except RuntimeError:
-            # The signal ended a worker, too. Before a step's first batch all parts agree, except at
-            # the start of a pass, which draws random numbers.
-            agrees = self.data.n_consumed == n_before > 0
-            if self.signals.received and agrees and self.ranks.mode is None:
-                self._pause(None, None)
-            raise
-        self.has_ended = len(found) < self.config.accumulate
+        with self.timer("data"):
+            found = [*islice((one for one in batches if one[1]), self.config.accumulate)]
+        self.progress.has_ended = len(found) < self.config.accumulate
         self.n_samples += sum(n for _, n in found)
         parts = [self._split(batch, n) for batch, n in found]
         del found  # `parts` are freed one by one
         n_targets = sum(n for *_, n in parts)
         if not parts:
             return False
-        self.step, self.compared = self.step + 1, math.nan
+        self.progress.step += 1
+        self.compared, self.is_best = math.nan, False
         loss = self._accumulate(parts, n_targets)
         self.advance()
-        self.losses.append((self.step, loss, time.time()))
-        self.tracker.log_scalar("train/lr", self.schedule.lr, self.step)
+        self.losses.append((self.progress.step, loss, time.time()))
+        self.tracker.log_scalar("train/lr", self.schedule.lr, self.progress.step)
         with self.timer("step"):
             self.scaler.step(self.optimizer, max_norm=self.config.max_norm)
             self.schedule.advance(self.scaler.last_step.found_inf)
@@ -274,27 +238,20 @@ class _Loop(Run):
                 named = config.evaluate(self.evaluated)
             numbers |= self.ranks.gather({k: float(v) for k, v in named.items()})[0]
         for name, value in numbers.items():
-            self.tracker.log_scalar(f"val/{name}", value, self.step)
-        self.evaluated_at = self.step
+            self.tracker.log_scalar(f"val/{name}", value, self.progress.step)
+        self.progress.evaluated_at = self.progress.step
         if self.compares and config.metric not in numbers:
             msg = f"metric: expected one of {', '.join(numbers)}, got {config.metric!r}"
             raise ValueError(msg)
         if self.compares:
-            self._compare(float(numbers[config.metric]))
+            compared = float(numbers[config.metric])
+            self.compared = compared if config.keep_best else math.nan
+            is_best = self.progress.compare(compared) or not self._has_best()
+            self.is_best = is_best and not math.isnan(self.compared)
         if config.on_evaluation is not None:
             seen = {name: float(value) for name, value in numbers.items()}
-            stops = config.on_evaluation(self.step, seen) is True
-            self.is_stopped |= self.ranks.gather(stops)[0]
-
-    def _compare(self, value: float) -> None:
-        """Count the evaluations since the best one; with `patience` enough of them end the run."""
-        self.compared = value if self.config.keep_best else math.nan
-        sign = 1 if self.config.mode == "min" else -1
-        if sign * value < sign * self.best:
-            self.best, self.n_worse = value, 0
-        else:
-            self.n_worse += 1
-        self.is_stopped = self.n_worse >= (self.config.patience or math.inf)
+            stops = config.on_evaluation(self.progress.step, seen) is True
+            self.progress.is_stopped |= self.ranks.gather(stops)[0]
 
     def _mean_loss(self, data: Batches) -> torch.Tensor:
         """Return the mean loss over all targets that count."""
@@ -318,6 +275,18 @@ class _Loop(Run):
         mean: torch.Tensor = total / n_targets
         return mean
 
+    def save(self) -> None:
+        """Write a checkpoint unless this step has one."""
+        if self.checkpointer is None or self.saved_at == self.progress.place:
+            return
+        self.schedule.read_flag()  # the optimizer's state has the rate, too
+        with self.timer("checkpoint"):
+            self.checkpointer.save(self.progress.step, metric=self.compared)
+        self.saved_at = self.progress.place
+
+    def _has_best(self) -> bool:
+        return self.checkpointer is not None and self.checkpointer.best_path is not None
+
     def _make_result(self, elapsed_s: float) -> TrainResult:
         regions, known = self.timer.summary(), self.tracker.summary()
         empty = (np.empty(0, np.int64), np.empty(0))
@@ -333,7 +302,7 @@ class _Loop(Run):
         return TrainResult(
             **curves,
             metrics={name: Curve(*self.tracker.history(f"val/{name}")) for name in evaluated},
-            steps=self.step,
+            steps=self.progress.step,
             best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             skipped_steps=self.schedule.n_skipped,
             precision=self.precision,
@@ -343,6 +312,93 @@ class _Loop(Run):
             wait_share=host_s.get("data", 0) / training_s,
             over_ranks=compare_ranks(self.ranks.gather(mean_s)) if self.ranks.mode else {},
         )
+
+    def _resume(self, path: Any) -> Checkpointer:
+        """Return the checkpointer; restore the newest checkpoint, if there is one, and say so.
+
+        Raises:
+            ValueError: nothing is left to train, or there is a checkpoint that is not wanted.
+        """
+        config, progress = self.config, self.progress
+        folder = Folder(path, keep=config.keep, argument="checkpoint_dir")
+        newest = folder.newest()
+        if newest is not None and not config.resume:
+            has = f"{folder.title} has the checkpoint of step {newest}"
+            msg = f"resume: expected True, as {has}; another folder starts anew"
+            raise ValueError(msg)
+        check_saved(self.optimizer, self.model, self.loss)
+        parts: dict[str, Any] = {"progress": progress, "optimizer": self.optimizer}
+        parts |= {"loader": self.data, "scaler": self.scaler, "scheduler": self.schedule}
+        parts |= {"tracker": self.tracker} | ({} if self.loss is None else {"loss_fn": self.loss})
+        best = config.mode if config.keep_best else None
+        parts |= {"model": self.model, "keep": config.keep, "best": best}
+        checkpointer = _Checkpointer(folder.path, **parts)
+        step = checkpointer.restore()
+        if step is None:
+            return checkpointer
+        self.saved_at = progress.place
+        if not self.data.can_resume:  # the run ended within an epoch
+            progress.epoch, self.data.n_consumed = progress.epoch + 1, 0
+        at, former = f"step {step} of {self._length()}", progress.former_total
+        if progress.has_trained and not (self.evaluates and progress.evaluated_at != step):
+            remedy = "more max_steps or epochs continue it, another checkpoint_dir starts anew"
+            msg = f"{folder.title}: nothing is left to train at {at}: {remedy}"
+            raise ValueError(msg)
+        said = f"resumed at {at}"
+        if progress.former_ranks != self.ranks.count:
+            seed_all(config.seed, self.ranks.rank, step)
+            if self.total is not None and former is not None:
+                self.schedule.rescale(former, self.total)
+        elif self.total != former:
+            self.schedule.set_lr()
+            said += f", a longer run than {former}: its next learning rate is {self.schedule.lr:g}"
+        if self.ranks.rank == 0:
+            _LOG.warning("%s: %s", folder.title, said)
+        return checkpointer
+
+    def _refuse_within_epoch(self) -> None:
+        """Raise a ValueError if checkpoints within an epoch are asked for that cannot resume."""
+        config = self.config
+        asked = {"checkpoint_every": config.checkpoint_every}
+        asked |= {"eval_every": config.eval_every} if config.keep_best else {}
+        for name, every in asked.items():
+            if every is not None and config.checkpoint_dir is not None and not self.data.has_state:
+                beside = " with keep_best" if name == "eval_every" else ""
+                msg = f"{name}: expected None{beside}, as {NO_STATE}; got {every}"
+                raise ValueError(msg)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate."""
+        return self.held_out is not None or self.config.evaluate is not None
+
+    def _hand_on(self, scalars: list[Logged]) -> None:
+        """Pass our tracker's scalars on to the user's."""
+        assert self.config.tracker is not None  # noqa: S101 - else this is no sink
+        for scalar in scalars:
+            name, step, value = scalar
+            self.config.tracker.log_scalar(name, value, step, time_s=scalar.time_s)
+        self.config.tracker.flush()
+
+    def _count_steps(self) -> int | None:
+        """Return the length of the schedule in steps, None if it has none."""
+        if self.config.schedule == "constant":
+            return None
+        length = self._length()
+        if isinstance(length, int):
+            return length
+        problem = "needs max_steps for data without a length; 'constant' does not"
+        msg = f"schedule: {self.config.schedule!r} {problem}"
+        raise ValueError(msg)
+
+    def _length(self) -> int | str:
+        """Return the length of the run in steps, or in words for data without a length."""
+        config = self.config
+        if config.max_steps is not None:
+            return config.max_steps
+        if self.data.n_batches is None:
+            return f"{config.epochs} epochs"
+        return config.epochs * math.ceil(self.data.n_batches / config.accumulate)
 
 
 def share(loss: torch.Tensor, n: Any, n_targets: Any) -> torch.Tensor:

@@ -61,6 +61,35 @@ def make_optimizer(
     return made
 
 
+def find_loss(
+    loss_fn: Any, model: nn.Module, device: torch.device, *, has_ranks: bool
+) -> nn.Module | None:
+    """Return the loss on a device if it is a module with tensors that the model does not hold.
+
+    Raises:
+        ValueError: ranks would train its parameters apart from each other.
+    """
+    loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
+    if not isinstance(loss, nn.Module):
+        return None
+    of_model = {*map(id, model.parameters()), *map(id, model.buffers())}
+    own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in of_model]
+    if has_ranks and any(t.requires_grad for t in own):
+        has = f"{type(loss).__name__} has parameters, which ranks do not share"
+        msg = f"loss_fn: {has}; train a model that holds it and returns its loss"
+        raise ValueError(msg)
+    return loss.to(device) if own else None
+
+
+def check_saved(optimizer: Optimizer, *modules: nn.Module | None) -> None:
+    """Raise a ValueError if an optimizer has parameters that no module holds."""
+    held = {id(p) for module in modules if module is not None for p in module.parameters()}
+    if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
+        has = "has parameters of neither the model nor loss_fn, which checkpoints leave out"
+        msg = f"optimizer: {has}: give the module that has them as loss_fn"
+        raise ValueError(msg)
+
+
 class Schedule:
     """The learning rate, which advances after a step that was taken.
 

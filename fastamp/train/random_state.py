@@ -27,22 +27,19 @@ def all_devices(*, begins: bool = False) -> list[torch.device]:
     return [torch.device("mps")] if torch.backends.mps.is_available() else []
 
 
-def rng_state(
-    devices: Sequence[torch.device], own: Sequence[torch.Generator] = ()
-) -> dict[str, Any]:
-    """Return the generators' states, with those of accelerators, and of `own`, other generators."""
+def rng_state(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Return the generators' states, with those of accelerators."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's generator
     return {
         "torch": torch.get_rng_state(),
         "devices": [_generator(device).get_state() for device in devices if device.type != "cpu"],
         "numpy": tree_map_only(np.ndarray, np.ndarray.tolist, numpy),
         "python": random.getstate(),
-        "own": [generator.get_state() for generator in own] or None,
     }
 
 
 def set_rng_state(state: dict[str, Any], devices: Sequence[torch.device]) -> None:
-    """Restore what `rng_state` returned, but not `own`; accelerators without a state stay."""
+    """Restore what `rng_state` returned; accelerators without a state stay."""
     torch.set_rng_state(state["torch"])
     for device, one in _pairs(state, devices):
         _generator(device).set_state(one)

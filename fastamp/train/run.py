@@ -1,233 +1,108 @@
-"""A training run: what it consists of, and how it is saved and resumed."""
+"""`fastamp.fine_tune`: a model trained in one call."""
 
-import logging
-import math
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from fastamp.metrics import MetricsTracker
-from fastamp.metrics.sinks import Logged
-from fastamp.step import GradScaler
-from fastamp.timer import Timer
-from fastamp.train.batches import Batches
-from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import TrainConfig
-from fastamp.train.fits import check_equal
-from fastamp.train.model_call import ModelCall
-from fastamp.train.optimizer import Schedule, make_optimizer
-from fastamp.train.random_state import seed_all
-from fastamp.train.ranks import Ranks
-
-# A run resumes only if these agree with the checkpoint's, and the precision does.
-_FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
-_FIXED += ["warmup_steps", "metric", "mode"]
-_OF_RANKS = {"batch_size", "accumulate", "total_steps"}  # another number of ranks may change them
-_OF_LENGTH = {"total_steps", "warmup_steps"}  # a longer run may change them
-_LOG = logging.getLogger(__name__)
+from fastamp.train.loop import Loop, modes_kept
+from fastamp.train.random_state import all_devices, rng_state, seed_all, set_rng_state
+from fastamp.train.ranks import find_ranks
+from fastamp.train.result import TrainResult
 
 
-class _Checkpointer(Checkpointer):
-    """One whose errors name the arguments of a TrainConfig."""
+def fine_tune(
+    model: nn.Module, train_data: Any, val_data: Any = None, config: TrainConfig | None = None
+) -> TrainResult:
+    """Train a model in place: fine-tune a pretrained one, or train one from scratch.
 
-    _argument, _anew = "checkpoint_dir", "another checkpoint_dir starts anew"
+    1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed, and
+       the log says "resumed at step N of M", on standard error unless logging is set up.
+    2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
+       autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
+       gradient is that of the mean over the step's targets, without those that are -100
+       (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
+       counts has gradients of 0, and NaN as its loss. The learning rate advances after a step that
+       was taken; the loop learns of that one step later, without a wait.
+    3. After every epoch, or as often as the config says: evaluation in the same precision, with
+       `config.evaluate`, and a checkpoint. `config.patience` or `config.on_evaluation` may end the
+       run.
 
+    With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
+    and a checkpoint is written. A second signal acts at once, for a step that never ends, as when
+    the data hang. If the same signal ends worker processes too, the last checkpoint stands. A
+    damaged checkpoint is passed over with one warning. On a CPU a run that is interrupted or
+    killed, and resumed, is bit-identical, except for random numbers that worker processes draw
+    within an epoch, or that a loader without a state draws from a generator of its own.
 
-class Run:
-    """A run at some step: everything that a checkpoint keeps."""
+    If the loader has no `state_dict`, as torch's, checkpoints are written at the end of an epoch
+    and of the run: after a signal the last one stands. A longer run begins the next epoch.
 
-    def __init__(
-        self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig, ranks: Ranks
-    ) -> None:
-        compares = "keep_best" if config.keep_best else "patience"
-        self.compares = config.keep_best or config.patience is not None
-        if self.compares and val_data is None and config.metric == "loss":
-            msg = f"{compares}: expected val_data, whose loss says which is best, got None"
-            raise ValueError(msg)
-        self.config, self.model, self.ranks = config, model, ranks
-        self.device, self.precision = config.chosen_device, config.effective_precision
-        self.data = Batches("train_data", train_data, config, ranks, shuffle=True)
-        self.held_out = None
-        if val_data is not None:
-            self.held_out = Batches("val_data", val_data, config, ranks, shuffle=False)
-        self.total = self._count_steps()
-        if ranks.mode is None:
-            model.to(self.device)
-        # In evaluation DDP's own call would exchange buffers.
-        self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
-        self.model_call = config.model_call or ModelCall(config.loss_fn)
-        if type(self.model_call).__call__ is not ModelCall.__call__:
-            name = type(self.model_call).__name__
-            msg = f"model_call: {name} overrides __call__, which fine_tune does not call: override "
-            raise TypeError(msg + "split, forward, loss or count")
-        self.loss = self._find_loss()
-        options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        self.optimizer = make_optimizer(model, config.optimizer, loss=self.loss, **options)
-        self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
-        self.schedule = Schedule(
-            self.optimizer, self.scaler, lambda n: config.lr_factor(n, self.total)
-        )
-        self.timer = Timer(self.device if self.device.type == "cuda" else "cpu")
-        self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
-        self.step = self.epoch = self.evaluated_at = 0
-        self.has_ended = False  # no batch is left in the pass; its last step may not be done yet
-        self.saved_at: tuple[int, ...] = ()
-        self.compared = math.nan  # the metric of this step, if it was evaluated and is compared
-        self.best = math.inf if config.mode == "min" else -math.inf  # until the first evaluation
-        self.n_worse, self.is_stopped = 0, False
-        self.checkpointer = None
-        if config.checkpoint_dir is not None:
-            self.checkpointer = self._make_checkpointer(config.checkpoint_dir)
-            self._resume(self.checkpointer)
-        self.tracker.watch(self.scaler, first_step=self.step + 1)
+    Over ranks every rank calls this with the same arguments, and with a model on its device that is
+    in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
+    the ranks. A loader must yield the rank's part, as with `shard=True` or a DistributedSampler,
+    and as many batches as on the other ranks: `len` of it is compared when an epoch begins; without
+    one, you promise it. As in torch, gradients and training losses are means over the ranks, each
+    of its own targets; validation losses are means over all ranks' targets. Only the first rank
+    logs to `config.tracker`; a signal to one rank is a signal to all.
 
-    @property
-    def place(self) -> tuple[int, ...]:
-        """How far the run has come."""
-        return self.step, self.epoch, self.evaluated_at
+    All ranks must be able to read the folder of checkpoints. The same number of ranks
+    resumes bit-identically, except for buffers, of which the first rank's are kept, and for DDP on
+    more than two ranks, whose first sum may be rounded differently. Any other number of ranks can
+    resume too, also with another batch size: with the rest of the epoch, at the same share of the
+    schedule, and with new random numbers.
 
-    def save(self) -> None:
-        """Write a checkpoint unless this step has one."""
-        if self.checkpointer is None or self.saved_at == self.place:
-            return
-        self.schedule.read_flag()  # the optimizer's state has the rate, too
-        with self.timer("checkpoint"):
-            self.checkpointer.save(self.step, metric=self.compared)
-        self.saved_at = self.place
+    Args:
+        model: its modules keep their training or evaluation mode; if the model itself is in
+            evaluation mode, all modules train. Afterwards all have the mode they had before.
+        train_data: a Dataset, as a list of samples is one, or tensors (one, or a tuple or dict of
+            them), which are shuffled; a DataLoader; or any other iterable of batches. A list of
+            batches is passed as `torch.utils.data.DataLoader(batches, batch_size=None)`. See
+            `ModelCall.split` on batches. Before each epoch, from 0, `set_epoch(epoch)` is called,
+            where it exists: of the loader or else of its samplers, and of the loader's dataset.
+        val_data: as `train_data`, but not shuffled; None evaluates nothing. A
+            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation. One
+            of torch with a generator of its own begins with that generator's seed again after a
+            resume: the last bits of validation losses may differ.
+        config: None is `TrainConfig()`.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the run itself."""
-        own = {"precision": self.precision, "total_steps": self.total}
-        config = own | {name: getattr(self.config, name) for name in _FIXED}
-        state = {"config": config, "place": self.place, "has_ended": self.has_ended}
-        return state | {"best": self.best, "n_worse": self.n_worse}
+    Returns:
+        Loss curves, norms, skipped steps, throughput and more.
 
-    def check_state_dict(self, state: Any) -> None:
-        """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
-        as_many = self.checkpointer is None or self.checkpointer._as_many
-        theirs, ours = state["config"], self.state_dict()["config"]
-        is_shorter = (theirs["total_steps"] or math.inf) < (self.total or 0)
-        of_length = _OF_LENGTH if is_shorter else set()
-        check_equal(theirs, ours, of_length if as_many else _OF_RANKS)
+    Raises:
+        CheckpointError: the newest whole checkpoint is of another model, optimizer or config; only
+            the model's device has changed by then. Or all are damaged. Or a state holds an object
+            that is neither a tensor nor a plain value.
+        OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
+        TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
+            cannot be trained on.
+        ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
+            shapes do not match, ranks have unlike numbers of batches or a model that they do not
+            share. Or checkpoints within an epoch are asked for, of data without a state. Or the run
+            in `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it,
+            another folder starts anew; the model has that run's weights then. Or the folder has
+            checkpoints, and `config.resume` is False.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.saved_at, self.has_ended = state["place"], state["has_ended"]
-        self.former_total = state["config"]["total_steps"]
-        self.step, self.epoch, self.evaluated_at = self.saved_at
-        self.best, self.n_worse = state["best"], state["n_worse"]
-        self.is_stopped = self.n_worse >= (self.config.patience or math.inf)
-
-    def _find_loss(self) -> nn.Module | None:
-        """Return the loss on the run's device if it is a module with tensors of its own.
-
-        Raises:
-            ValueError: ranks would train its parameters apart from each other.
-        """
-        loss_fn = getattr(self.model_call, "loss_fn", None)
-        loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
-        if not isinstance(loss, nn.Module):
-            return None
-        of_model = {*map(id, self.model.parameters()), *map(id, self.model.buffers())}
-        own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in of_model]
-        if self.ranks.mode is not None and any(t.requires_grad for t in own):
-            has = f"{type(loss).__name__} has parameters, which ranks do not share"
-            msg = f"loss_fn: {has}; train a model that holds it and returns its loss"
-            raise ValueError(msg)
-        return loss.to(self.device) if own else None
-
-    def _make_checkpointer(self, folder: Any) -> Checkpointer:
-        known = {*map(id, self.model.parameters())}
-        known |= set() if self.loss is None else {*map(id, self.loss.parameters())}
-        if any(
-            id(p) not in known for group in self.optimizer.param_groups for p in group["params"]
-        ):
-            has = "has parameters of neither the model nor loss_fn, which checkpoints leave out"
-            msg = f"optimizer: {has}: give the module that has them as loss_fn"
-            raise ValueError(msg)
-        parts: dict[str, Any] = {"run": self, "model": self.model, "optimizer": self.optimizer}
-        parts |= {"loader": self.data, "scaler": self.scaler, "scheduler": self.schedule}
-        parts |= {} if self.loss is None else {"loss_fn": self.loss}
-        parts |= {
-            "tracker": self.tracker,
-            "best": self.config.mode if self.config.keep_best else None,
-        }
-        checkpointer = _Checkpointer(folder, keep=self.config.keep, **parts)
-        checkpointer._devices = [self.device]
-        newest = checkpointer._folder.newest()
-        if newest is not None and not self.config.resume:
-            has = f"{checkpointer._folder.title} has the checkpoint of step {newest}"
-            msg = f"resume: expected True, as {has}; another folder starts anew"
-            raise ValueError(msg)
-        return checkpointer
-
-    def _resume(self, checkpointer: Checkpointer) -> None:
-        """Restore the newest checkpoint, if there is one, and say so.
-
-        Raises:
-            ValueError: nothing is left to train.
-        """
-        step = checkpointer.restore()
-        if step is None:
-            return
-        self.step, former = step, self.former_total
-        if not checkpointer._as_many:
-            seed_all(self.config.seed, self.ranks.rank, self.step)
-            if self.total is not None:
-                self.schedule.rescale(former, self.total)
-        at = f"step {step} of {self._length()}"
-        if self.has_finished:
-            remedy = "more max_steps or epochs continue it, another checkpoint_dir starts anew"
-            msg = f"{checkpointer._folder.title}: nothing is left to train at {at}: {remedy}"
-            raise ValueError(msg)
-        said = f"resumed at {at}"
-        if checkpointer._as_many and self.total != former:
-            self.schedule.set_lr()
-            said += f", a longer run than {former}: its next learning rate is {self.schedule.lr:g}"
-        if self.ranks.rank == 0:
-            _LOG.warning("%s: %s", checkpointer._folder.title, said)
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether no step and no evaluation is left."""
-        config = self.config
-        if config.max_steps is None:
-            has_trained = self.epoch >= config.epochs
-        else:
-            has_trained = self.step >= config.max_steps
-        has_trained = has_trained or self.is_stopped
-        return has_trained and (not self.evaluates or self.evaluated_at == self.step)
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is something to evaluate."""
-        return self.held_out is not None or self.config.evaluate is not None
-
-    def _hand_on(self, scalars: list[Logged]) -> None:
-        """Pass our tracker's scalars on to the user's."""
-        assert self.config.tracker is not None  # noqa: S101 - else this is no sink
-        for scalar in scalars:
-            name, step, value = scalar
-            self.config.tracker.log_scalar(name, value, step, time_s=scalar.time_s)
-        self.config.tracker.flush()
-
-    def _count_steps(self) -> int | None:
-        """Return the length of the schedule in steps, None if it has none."""
-        if self.config.schedule == "constant":
-            return None
-        length = self._length()
-        if isinstance(length, int):
-            return length
-        problem = "needs max_steps for data without a length; 'constant' does not"
-        msg = f"schedule: {self.config.schedule!r} {problem}"
-        raise ValueError(msg)
-
-    def _length(self) -> int | str:
-        """Return the length of the run in steps, or in words for data without a length."""
-        config = self.config
-        if config.max_steps is not None:
-            return config.max_steps
-        if self.data.n_batches is None:
-            return f"{config.epochs} epochs"
-        return config.epochs * math.ceil(self.data.n_batches / config.accumulate)
+    Example:
+        >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
+        >>> config = fastamp.TrainConfig(epochs=2, batch_size=16, device="cpu")
+        >>> result = fastamp.fine_tune(torch.nn.Linear(4, 2), (x, y), config=config)
+        >>> result.steps
+        8
+    """
+    config = TrainConfig() if config is None else config
+    for name, value, kind in (("model", model, nn.Module), ("config", config, TrainConfig)):
+        if not isinstance(value, kind):
+            msg = f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
+            raise TypeError(msg)
+    ranks = find_ranks(model)
+    with modes_kept(model):
+        devices = all_devices(begins=config.chosen_device.type != "cpu")
+        rng = rng_state(devices)
+        seed_all(config.seed, ranks.rank)
+        if not model.training:
+            model.train()
+        try:
+            return Loop(model, train_data, val_data, config, ranks).train()
+        finally:
+            set_rng_state(rng, devices)

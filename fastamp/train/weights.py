@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastamp._files import write
 from fastamp.metrics.sinks import require
-from fastamp.step.adamw import AdamW
+from fastamp.step.lean import Lean
 from fastamp.step.shards import is_spread
 from fastamp.train.ranks import Ranks
 
@@ -53,14 +53,14 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load an optimizer's state: as shards beside shards, and in the dtypes that were saved.
 
     torch casts them to the parameter's: of bfloat16 parameters Adafactor keeps float32 states. An
-    optimizer that loads in a way of its own, as fastamp.AdamW, chooses the dtypes itself.
+    optimizer that loads in a way of its own, as a lean one, chooses the dtypes itself.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     places = [place for group in state["param_groups"] for place in group["params"]]
     states = dict(state["state"])
     for place, parameter in zip(places, parameters, strict=False):  # torch compares the lengths
         if place in states:
-            beside = partial(_beside, parameter, all_rows=isinstance(optimizer, AdamW))
+            beside = partial(_beside, parameter, all_rows=isinstance(optimizer, Lean))
             states[place] = tree_map_only(Tensor, beside, states[place])
     optimizer.load_state_dict({**state, "state": states})
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
@@ -73,7 +73,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def _beside(parameter: Any, tensor: Tensor, *, all_rows: bool) -> Tensor:
     """Return a copy of a tensor that is kept for a parameter, sharded as the parameter is.
 
-    `all_rows` shards tensors of another shape too: fastamp.AdamW's have the parameter's rows.
+    `all_rows` shards tensors of another shape too: a lean optimizer has the parameter's rows.
     """
     tensor = tensor.clone()  # not memory of the file
     has_rows = tensor.shape == parameter.shape or (all_rows and tensor.dim() > 0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,7 +101,7 @@ def test_a_cpu_without_bf16_units_is_named_with_its_remedy(look, monkeypatch, wi
 def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_units):
     monkeypatch.setattr(choose, "_only", "fallback")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    monkeypatch.setattr(installation, "EXTRAS", ("json", "fastamp_no_such_module"))
+    monkeypatch.setattr(installation, "EXTRA", "fastamp_no_such_module")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(installation, "DRIVER", tmp_path)
@@ -138,59 +141,71 @@ def test_what_was_built_here_comes_again_from_where_it_came(monkeypatch):
     assert reinstall.install_again().endswith("--no-cache-dir FOLDER_OF_ITS_SOURCES")
 
 
-def fill(timer, **regions_ms):
-    """Count visits of the given milliseconds, and a first one of a second."""
-    for name, (time_ms, count) in regions_ms.items():
-        for value_ms in [1000, *[time_ms] * (count - 1)]:
-            timer(name).add(round(value_ms * 1e6))
+# The parts of a user's step
 
 
 @pytest.fixture
 def show(tmp_path, capsys):
-    """Return what the doctor says of a timer's file."""
+    """Return what the doctor says of regions, given by their names and seconds."""
 
-    def run(timer, elapsed=0.0):  # not the time that the test takes
+    def run(elapsed=0.0, **regions):
+        timer = fastamp.Timer("cpu")
         path = tmp_path / "timer.json"
         timer.to_json(path)
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"elapsed": elapsed}))
+        totals = {name.replace("__", "/"): {"total": time_s} for name, time_s in regions.items()}
+        content = json.loads(path.read_text()) | {"elapsed": elapsed, "regions": totals}
+        path.write_text(json.dumps(content))
         assert main([*LOOK, "--timer", str(path)]) == 0
-        return [line.split() for line in capsys.readouterr().out.splitlines()]
+        rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[:-1]]
+        return [[cell for cell in row if cell] for row in rows]
 
     return run
 
 
 def test_each_part_has_its_share_and_its_limit_and_nothing_is_promised(show):
-    timer = fastamp.Timer("cpu")
-    fill(timer, data=(2.0, 100), forward=(1.0, 100), backward=(3.0, 100), step=(4.0, 100))
-    head, *rows = show(timer)
-    assert head == ["part", "ms", "a", "step", "[95", "%]", "share", "without", "it"]
-    assert [row[0] for row in rows[:4]] == ["data", "forward", "backward", "step"]
-    shares = [row[row.index("at") - 1] for row in rows[:4]]
-    assert shares == ["20%", "10%", "30%", "40%"]
-    limits = [" ".join(row[row.index("at") :]) for row in rows[:4]]
-    assert limits == [f"at most {x} as fast" for x in ("1.25x", "1.11x", "1.43x", "1.67x")]
-    assert rows[5] == ["100", "steps", "on", "cpu"]
-    assert len(rows) == 6
-
-
-def test_time_outside_of_regions_is_a_part_of_the_whole_step(show):
-    timer = fastamp.Timer("cpu")
-    for name, time_ms in (("data", 2), ("forward", 2), ("eval", 50)):
-        for _ in range(100):
-            timer(name).add(time_ms * 1_000_000)
-    said = show(timer, elapsed=5.6)
-    assert [row[: row.index("at")] for row in said[1:4]] == [
-        ["data", "2.000", "[1.997,", "2.003]", "33%"],
-        ["forward", "2.000", "[1.997,", "2.003]", "33%"],
-        ["outside", "of", "regions", "2.000", "33%"],
+    assert show(data=2.0, forward=1.0, backward=3.0, step=4.0) == [
+        ["part", "seconds", "share", "without it"],
+        ["data", "2.000", "20%", "at most 1.25x as fast"],
+        ["forward", "1.000", "10%", "at most 1.11x as fast"],
+        ["backward", "3.000", "30%", "at most 1.43x as fast"],
+        ["step", "4.000", "40%", "at most 1.67x as fast"],
     ]
-    assert "outside" not in {row[0] for row in show(timer, elapsed=0.1)}  # regions may overlap
+    assert show(step=4.0)[1] == ["step", "4.000", "100%", "-"]
 
 
-REGION = {"count": 1, "total": 1.0, "mean": 1.0, "min": 1.0, "max": 1.0}
-REGION |= {"p50": 1.0, "p90": 1.0, "p99": 1.0, "host": 1.0, "histogram": [[5, 1]]}
-UNSEEN = dict.fromkeys(REGION, 0) | {"captured": 20, "histogram": []}
-CONTENT = {"schema": 1, "unit": "s", "device": "cpu", "regions": {"forward": REGION}}
+def test_regions_are_sorted_by_their_names_and_nested_ones_are_counted_once(show):
+    nested = show(
+        data=2, train=20, train__forward=8, train__forward__attention=3, train__backward=6,
+        train__backward__step=1, step=2, train__log=1, eval=99, eval__forward=98, checkpoint=50,
+    )  # fmt: skip
+    assert [row[:2] for row in nested[1:]] == [
+        ["data", "2.000"],
+        ["forward", "8.000"],
+        ["backward", "5.000"],
+        ["step", "3.000"],
+        ["other", "6.000"],
+    ]
+
+
+def test_time_outside_of_regions_is_a_part_of_the_whole(show):
+    rows = show(elapsed=56.0, data=2.0, forward=2.0, eval=50.0)
+    assert rows[-1] == ["outside of regions", "2.000", "33%", "at most 1.50x as fast"]
+    assert show(elapsed=1.0, data=2.0)[-1][0] == "data"  # regions may overlap
+
+
+def test_a_real_timers_file_is_read(tmp_path, capsys):
+    timer, path = fastamp.Timer("cpu"), tmp_path / "timer\udcff.json"
+    for name in ("data", "forward"):
+        for _ in range(3):
+            timer(name).add(10**9)
+    timer.to_json(path)
+    found = tmp_path / "found.json"
+    words = ["--timer", str(path), "--json", str(found), "--report", str(tmp_path / "page.html")]
+    assert main([*LOOK, *words]) == 0
+    assert json.loads(found.read_text())["details"]["shares"] == {"data": 0.5, "forward": 0.5}
+
+
+CONTENT = {"elapsed": 0.0, "regions": {"forward": {"total": 1.0}}}
 
 
 @pytest.mark.parametrize(
@@ -200,27 +215,16 @@ CONTENT = {"schema": 1, "unit": "s", "device": "cpu", "regions": {"forward": REG
         (b"", "Expecting value"),
         (b'"\xff', "decode"),
         (b"[" * 100_000, "recursion"),
-        ([], "expected an object of schema 1 in seconds, got []"),
-        ({}, "it has no 'schema'"),
-        (CONTENT | {"schema": 2}, "expected an object of schema 1"),
+        ([], "list indices must be"),
+        ({}, "it has no 'regions'"),
         (CONTENT | {"regions": 3}, "its regions is 3, expected a dict"),
-        (CONTENT | {"regions": {"data": 3}}, "its region 'data' is 3"),
-        (CONTENT | {"regions": {}}, "no region is named after a part of a step: 'data', 'forward'"),
-        (CONTENT | {"regions": {"mine": REGION}}, "no region is named after a part of a step"),
-        (CONTENT | {"regions": {"data": REGION | {"total": -1}}}, "its region 'data' is"),
-        (CONTENT | {"regions": {"data": REGION | {"total": float("nan")}}}, "its region 'data' is"),
-        (CONTENT | {"regions": {"data": REGION | {"count": 0}}}, "its region 'data' is"),
-        (CONTENT | {"regions": {"data": REGION | {"max": 2.0}}}, "its region 'data' is"),
-        (CONTENT | {"regions": {"data": REGION | {"x": 0}}}, "unexpected keyword argument 'x'"),
-        (
-            CONTENT | {"regions": {"data": REGION | {"histogram": [[9999, 1]]}}},
-            "its region 'data' is",
-        ),
-        (CONTENT | {"regions": {"data": REGION | {"histogram": [[5, -1]]}}}, "its count is -1"),
-        (CONTENT | {"regions": {"data": UNSEEN}}, "expected some that took any time"),
-        (CONTENT | {"elapsed": "1 s"}, "its elapsed is '1 s', expected seconds"),
-        (CONTENT | {"device": "tpv"}, "its device is 'tpv', expected cpu or cuda"),
-        (CONTENT | {"device": None}, "its device is None, expected a str"),
+        (CONTENT | {"regions": {"data": {}}}, "it has no 'total'"),
+        (CONTENT | {"regions": {}}, "named after a part of a step: data, forward, backward, step"),
+        (CONTENT | {"regions": {"mine": {"total": 1.0}}}, "named after a part of a step"),
+        (CONTENT | {"regions": {"data": {"total": 0.0}}}, "named after a part of a step"),
+        (CONTENT | {"regions": {"data": {"total": -1}}}, "'data' is -1, expected seconds"),
+        (CONTENT | {"regions": {"data": {"total": math.nan}}}, "'data' is nan, expected seconds"),
+        (CONTENT | {"elapsed": "1 s"}, "'elapsed' is '1 s', expected seconds"),
     ],
 )
 def test_what_is_no_file_of_a_timer_is_refused_with_status_2(content, said, tmp_path, capsys):
@@ -235,10 +239,17 @@ def test_what_is_no_file_of_a_timer_is_refused_with_status_2(content, said, tmp_
     assert said in error
 
 
-@pytest.mark.parametrize("name", ["timer.json", "timer\udcff.json"])
-def test_a_file_of_any_name_is_read_and_the_json_has_the_shares(name, tmp_path):
-    path, found = tmp_path / name, tmp_path / "found.json"
-    path.write_text(json.dumps(CONTENT | {"regions": {"forward": REGION, "data": REGION}}))
-    words = ["--timer", str(path), "--json", str(found), "--report", str(tmp_path / "page.html")]
-    assert main([*LOOK, *words]) == 0
-    assert json.loads(found.read_text())["details"]["shares"] == {"data": 0.5, "forward": 0.5}
+@pytest.mark.parametrize("page", ["start/five-minutes.md", "guides/timing.md"])
+def test_the_documentation_shows_what_the_command_prints(page, tmp_path, capsys):
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    shown = text.partition("doctor --timer timer.json\n```\n\n```text\n")[2].partition("```")[0]
+    rows = [re.split("  +", line) for line in shown.splitlines()[1:]]
+    times_s = {part: float(seconds) for part, seconds, *_ in rows}
+    between_s = times_s.pop("outside of regions")
+    regions = {part: {"total": time_s} for part, time_s in times_s.items()}
+    content = {"elapsed": between_s + math.fsum(times_s.values()), "regions": regions}
+    path = tmp_path / "timer.json"
+    path.write_text(json.dumps(content))
+    assert main([*LOOK, "--timer", str(path)]) == 0
+    assert capsys.readouterr().out.startswith(shown)
+    assert len(times_s) == 4

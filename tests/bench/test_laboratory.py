@@ -91,9 +91,12 @@ def test_a_loop_or_a_job_that_is_not_known_is_refused(script, monkeypatch, capsy
 def test_other_optimizers_race_on_each_shape(script, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", lambda step: step)  # which takes seconds
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    script("step_peers").main(["--shapes", "3x10,2gx10", *QUICK])
+    script("step_peers").main(["--shapes", "network", "lora", *QUICK])
     printed = capsys.readouterr().out
-    assert read_table(printed) == ["3 tensors of 10", "2 groups of 10"]
+    assert [text.partition(",")[0] for text in read_table(printed)] == [
+        "6 tensors",
+        "32 LoRA matrices",
+    ]
     assert "torch.compile ms" in printed
 
 
@@ -102,10 +105,11 @@ def test_8_bit_optimizers_race_where_they_are_installed(script, monkeypatch, cap
     monkeypatch.setattr(step_peers, "is_installed", lambda name: name == "bitsandbytes")
     eight = step_peers.PEERS["adamw-8bit"]
     monkeypatch.setitem(eight, "bitsandbytes", torch.optim.AdamW)
-    words = ["--work", "adamw-8bit", "--shapes", "3x4x64", *QUICK]
+    monkeypatch.setitem(step_peers.SHAPES, "tiny", ("3 of 4 x 64", [(4, 64)] * 3))
+    words = ["--work", "adamw-8bit", "--shapes", "tiny", *QUICK]
     step_peers.main(words)
     printed = capsys.readouterr()
-    assert read_table(printed.out) == ["3 tensors of 4 x 64"]
+    assert read_table(printed.out) == ["3 of 4 x 64; adamw-8bit"]
     assert "bitsandbytes ms" in printed.out
     assert "torchao ms" not in printed.out
     assert printed.err == "not raced: torchao is not installed\n"
@@ -123,13 +127,10 @@ def test_a_loss_in_less_memory_is_held_to_the_spread_of_seeds(
     tiny = gpt.Shape(layers=1, heads=1, width=8, block_size=8)
     monkeypatch.setattr(lean_quality, "JOBS", {"gpt": lean_quality.Work(tiny, 8, autocast=True)})
     monkeypatch.setattr(lean_quality, "RESULTS", tmp_path / "losses.json")
-    monkeypatch.setattr(lean_quality, "PICTURE", tmp_path / "losses.svg")
     lean_quality.main(["--seeds", "2", "--steps", "20"])
     _, _, judged = capsys.readouterr().out.partition("job gpt, 20 steps\n")
     table, _, _ = judged.partition("two seeds")
     assert read_table(table) == [*lean_quality.ARMS]
-    picture = (tmp_path / "losses.svg").read_text(encoding="utf-8")
-    assert "held-out loss of the job gpt, mean of 2 seeds" in picture
     worse = 2.2
     for lean, nothing, is_fine in (
         (2.04, worse, True),
@@ -150,7 +151,7 @@ def test_ranks_start_compare_and_leave_none_behind(script, monkeypatch, capsys):
         start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
         monkeypatch.setattr(ranks, "spawn", start)
     before = set(multiprocessing.active_children())
-    ranks.main(["--shapes", "3x1000", *QUICK])
+    ranks.main(["--shapes", "network", *QUICK])
     assert set(multiprocessing.active_children()) == before
     # The arm, its median, and the collectives of its step.
     rows = re.findall(r"  +(torch|all-reduce|fastamp) +[\d.]+ +(\d) ", capsys.readouterr().out)

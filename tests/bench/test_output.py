@@ -19,7 +19,7 @@ from fastamp.bench.__main__ import main
 from fastamp.bench.race import Plan
 from fastamp.bench.record import Report
 
-COMMAND = ["step", "--shapes", "1x10", "--work", "norm", "--device", "cpu"]
+COMMAND = ["step", "--rows", "in-a-loop/adamw", "--device", "cpu"]
 PREFIX = "python -m fastamp.bench step: error: cannot write"
 
 
@@ -182,7 +182,7 @@ WRONG = [None, 5, -1.5, "x", [], {}, [1], True]
 
 
 def test_a_baseline_of_wrong_content_is_a_bad_argument(saved, tmp_path, capsys):
-    path, name = tmp_path / "wrong.json", "speedup/1x10/norm"
+    path, name = tmp_path / "wrong.json", "speedup/in-a-loop/adamw"
     held = [*COMMAND, "--baseline", str(path), "--fail-on", f"{name}:-5%"]
     entries = [
         (key,) for key in ("command", "job", "environment", "measurements", "schema_version")
@@ -243,7 +243,7 @@ def test_a_metric_that_this_run_lacks_is_no_verdict_and_all_else_is_written(
 
 
 def test_a_change_beyond_all_numbers_is_a_change(saved, tmp_path, capsys):
-    path, name = tmp_path / "wrong.json", "speedup/1x10/norm"
+    path, name = tmp_path / "wrong.json", "speedup/in-a-loop/adamw"
     for value in (5e-324, 1e308):
         record = json.loads(json.dumps(saved))
         for each in record["measurements"]:

@@ -12,6 +12,7 @@ import sys
 import traceback
 from functools import partial
 from html.parser import HTMLParser
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,6 @@ import pytest
 import torch
 from support.bench_pages import COMMANDS, JOBS, QUICK, RUNS, write_all
 from support.fake_clock import FakeClock
-from torch.utils.data import default_collate
 
 import fastamp
 from fastamp import _ops
@@ -27,7 +27,6 @@ from fastamp._progress import progress
 from fastamp.bench import (
     baseline,
     latency,
-    loader,
     page,
     pictures,
     step,
@@ -106,7 +105,7 @@ def test_a_page_and_the_terminal_show_what_the_record_says(written, name):
 def test_a_picture_comes_before_the_table_and_says_what_it_shows(written, name):
     path, _, _ = written[name]
     found = Page(path.read_text())
-    assert found.texts["h2"] == ["Comparisons", "Results", "Environment", "Job"]
+    assert found.texts["h2"] == ["Comparisons", "Results", "Machine and job"]
     [(title, attrs)] = found.pictures
     assert (title, attrs["role"]) == ("Comparisons", "img")
     assert attrs["aria-label"].startswith("Comparisons: ")
@@ -119,7 +118,7 @@ def test_every_comparison_has_a_row_with_its_target_and_verdict(written, name):
     ratios = [each for each in record["measurements"] if each["unit"] == "x"]
     assert len(ratios) >= (4 if name in RUNS else 6)
     for each in ratios:
-        row = pictures._say(each)
+        row = page._point(each).words
         assert row in found.texts["text"]
         assert f"{each['name']} {row}" in found.pictures[0][1]["aria-label"]
         assert row.endswith(each["verdict"])
@@ -190,7 +189,7 @@ def test_a_record_of_another_shape_needs_another_schema_version(written):
     interval, visit = {"value", "low", "high"}, {"arm", "elapsed_s", "skipped"}
     details = {
         "train": {"parameters", "loss", "peak_memory_nbytes", "validation", "shares", "left_out"},
-        "step": {f"{shape}/{w}" for shape in ("3x1000", "2gx10") for w in ("norm", "adamw-open")},
+        "step": {"in-a-loop/adamw", "in-a-loop/adamw-open"},
         "loader": {"tensors", "slow"},
         "timer": {"timer"},
         "latency": {"1", "2"},
@@ -227,10 +226,9 @@ def test_a_page_stands_alone_and_has_the_colours_of_the_scheme(written, name):
     assert "script" not in found.tags
     assert not re.search(r"https?:|@import|url\((?!#)", text)
     drawn = "".join(re.findall(r"(?s)<svg.*?</svg>", text))
-    assert not re.search(r"(fill|stroke): (#|black|white)", drawn)
-    assert "var(--ink)" in drawn
-    ids = re.findall(r' id="(.*?)"', text)
-    assert len(ids) == len({*ids}) > 0
+    assert "<circle" in drawn
+    assert not re.search(r"style=|(fill|stroke)=", drawn)  # the colours are the classes'
+    assert "prefers-color-scheme: dark" in text
     if name == "gain":
         assert page.make(record) == text
 
@@ -242,62 +240,47 @@ def test_what_the_user_named_is_text(written):
     made = page.make(json.loads(text) | {"notes": ["<i>"], "command": "<u>"})
     found = Page(made)
     assert not {"b", "i", "u"} & found.tags
-    assert found.texts["text"].count(name.replace("\udcff", "?")) >= 1
+    assert name.replace("\udcff", "?") in found.texts["text"]
     assert found.texts["h1"] == ["fastamp bench: <u>"]
 
 
 def test_a_record_with_less_in_it_makes_a_page():
     record = {"command": "doctor", "created": "2026-01-01", "environment": {}, "job": {}}
     record |= {"table": [{"device": "cpu"}], "notes": [], "measurements": [], "closing": []}
-    record |= {
-        "failures": [],
-        "noise": "",
-        "sentence": "",
-        "details": {},
-        "losses": {},
-        "races": {},
-    }
-    assert Page(page.make(record)).texts["h2"] == ["Results", "Environment"]
-    skipped = [{"arm": "a", "elapsed_s": 1.0, "skipped": True}]
+    record |= {"failures": [], "noise": "", "sentence": ""}
+    found = Page(page.make(record))
+    assert (found.texts["h2"], found.pictures) == (["Results", "Machine and job"], [])
     unknown = {"name": "b", "interval": {"value": None, "low": 0.0, "high": None}, "base": "a"}
     unknown |= {"unit": "x", "target": [None, None], "verdict": "", "reason": "", "text": "b n/a"}
-    race_ = {"base": "a", "builds": [[skipped]], "arms": {}}
-    race_["arms"] = {"a": {}, "b": {}}
-    record |= {"races": {"x": race_}, "measurements": [unknown], "losses": {"a": [None, None]}}
-    record["details"] = {"profiles": {}}
-    found = Page(page.make(record))
-    assert found.texts["h2"] == ["Comparisons", "Results", "Environment"]
-    assert "n/a" in found.pictures[0][1]["aria-label"]
+    found = Page(page.make(record | {"measurements": [unknown]}))
+    assert "b n/a" in found.pictures[0][1]["aria-label"]
+    assert "circle" not in found.tags
 
 
-def test_facts_are_in_words_with_units(written):
+def test_a_point_lies_where_its_ratio_is_and_has_the_colour_of_its_verdict():
+    points = [
+        pictures.Point("low", "1x", (0.5, 1.0, 2.0), "soft"),
+        pictures.Point("high", "4x", (-math.inf, 4.0, math.inf), "good", target=2.0),
+    ]
+    drawn = pictures.draw("x", points)
+    low, high = map(float, re.findall(r'cx="([\d.]+)"', drawn))
+    (start, end), (wide_start, wide_end) = re.findall(r"M([\d.]+) -4H([\d.]+)", drawn)
+    [target] = re.findall(r"M([\d.]+) -14V6", drawn)
+    steps = [float(start), low, float(end), high]  # each is twice the one before
+    assert steps[1] - steps[0] == pytest.approx(steps[2] - steps[1], abs=0.2)
+    assert float(target) == float(end)
+    assert float(wide_start) == pictures.LEFT
+    assert float(wide_end) == pictures.RIGHT
+    assert re.findall(r'circle class="(\w+)"', drawn) == ["soft", "good"]
+    assert pictures.find_ticks(0.98, 1.04) == [0.99, 1.0, 1.01, 1.02, 1.03]
+    assert pictures.find_ticks(0.5, 30.0) == [0.99, 2.0, 3.9, 7.7, 15.0]
+
+
+def test_facts_are_those_of_the_record(written):
     path, record, _ = written["loader"]
-    assert "tensors, slow" in Page(path.read_text()).texts["td"]
-    facts = {"bf16_units": [], "driver": None, "compiled": True, "load": [0.52001953125, 1.0]}
-    facts |= {"shape": {"layers": 14, "block_size": 128}, "batch_size": 8, "memory_nbytes": 3 << 29}
-    texts = Page(page.make(record | {"job": facts})).texts
-    assert dict(zip(texts["th"][-6:], texts["td"][-6:], strict=True)) == {
-        "bf16 units": "none",
-        "compiled": "yes",
-        "load": "0.52, 1",
-        "shape": "layers 14, block size 128 bytes",
-        "batch size": "8 samples",
-        "memory size": "1.5 GiB",
-    }
-
-
-def test_without_matplotlib_a_report_is_refused_before_anything_is_measured(
-    monkeypatch, tmp_path, capsys
-):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(step, "prepare", None)
-    with pytest.raises(SystemExit) as exit_:
-        main(["step", "--report", str(tmp_path / "page.html")])
-    assert exit_.value.code == 2
-    said = capsys.readouterr().err
-    assert "argument --report: matplotlib.figure cannot be imported" in said
-    assert "pip install 'fastamp[bench]'" in said
-    assert [*tmp_path.iterdir()] == []
+    cells = Page(path.read_text()).texts["td"]
+    for name, value in {**record["environment"], **record["job"]}.items():
+        assert (name, json.dumps(value)) in pairwise(cells)
 
 
 # The other commands
@@ -329,7 +312,7 @@ def test_an_arm_is_few_frames_from_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(step, "PLAN", QUICK)
     monkeypatch.setattr(step.Side, "check", lambda *_, **__: None)
     monkeypatch.setattr(step.Side, "fastamp", look)
-    main(["step", "--shapes", "3x10", "--work", "norm", "--device", "cpu"])
+    main(["step", "--rows", "in-a-loop/adamw", "--device", "cpu"])
     assert stacks[0] == [
         *("main", "_run", "run_cases", "collect", "build"),
         *("<lambda>", "_build_cases", "run_build", "visit_all", "<dictcomp>", "visit", "look"),
@@ -346,24 +329,6 @@ def test_an_arm_is_few_frames_from_the_command(monkeypatch, tmp_path):
     main(COMMANDS["train"].split())
     names = ["main", "_run", "race_task", "race_arms", "collect", "build", "<lambda>", "_train"]
     assert stacks[0][:8] == names
-
-
-def test_the_plain_gather_gives_the_batches_of_default_collate():
-    data = loader.DATA["tensors"](torch.Generator().manual_seed(0))
-    expected = default_collate([data.dataset[i] for i in range(data.batch_size)])
-    plain = loader.plain_batches(data, shuffle=False)
-    loader.check(plain, [expected])
-    with pytest.raises(AssertionError, match="not equal"):
-        loader.check(plain, [[part + 1 for part in expected]])
-    rows = [batch[0].clone() for batch in loader.plain_batches(data, shuffle=True)()]
-    assert len(rows) == len(data.dataset) // data.batch_size
-    assert not torch.equal(rows[0], expected[0])
-
-
-def test_a_loader_whose_batches_are_wrong_or_missing_is_not_timed(monkeypatch):
-    monkeypatch.setattr(loader, "fastamp_batches", lambda *_, **__: lambda: iter([]))
-    with pytest.raises(AssertionError, match="length"):
-        main(["loader", "--data", "dicts", "--device", "cpu"])
 
 
 @pytest.mark.parametrize(("region", "verdict"), [(0.99, "pass"), (1.01, "fail")])

@@ -10,10 +10,10 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from support.gathering import gather
 from support.loading import assert_same, make_array
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import fastamp
+from fastamp.data import sources
 from fastamp.data.arrays import columns_of, in_row_order
 
 N = 600
@@ -63,23 +63,6 @@ def test_arrays_that_are_replaced_by_unequal_ones_are_refused():
     dataset.arrays = (X, Y[:3])
     with pytest.raises(ValueError, match=r"arrays\[1\]: has 3 rows, and arrays\[0\] has 600"):
         dataset.columns()
-
-
-DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint16, torch.complex64]
-DTYPES += ["?", "u1", "i2", "u2", "u4", "f2", "f8", "c16"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)
-def test_gathered_rows_are_default_collates(dtype, shape):
-    array, rows = make_array(dtype, 9, *shape), [4, 0, 4, 8]
-    nested = {"a": (array, [array])}
-    for tree in (array, (array,), nested):
-        dataset = (
-            tree if tree is array else fastamp.ArrayDataset(*([tree] if tree is nested else tree))
-        )
-        columns = columns_of(array) if tree is array else dataset.columns()
-        assert_same(gather(columns, rows), default_collate([dataset[row] for row in rows]))
 
 
 def test_read_only_arrays_are_gathered_without_a_copy_or_a_warning(tmp_path):
@@ -190,19 +173,26 @@ def test_the_copies_of_all_columns_stay_below_max_bytes():
     assert second is columns.arrays[1]
 
 
-@pytest.mark.parametrize("name", SCATTERED | IN_ORDER)
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # by torch, for its own
-def test_batches_of_strided_rows_are_torchs(name):
-    array = SCATTERED[name][0] if name in SCATTERED else IN_ORDER[name]
-    dataset = fastamp.ArrayDataset(array)
-    with_torch = TorchDataLoader(dataset, 3)
-    assert_same(list(fastamp.DataLoader(dataset, 3)), list(with_torch))
+def test_a_subset_turns_its_indices_into_an_array_once(monkeypatch):
+    made, as_rows = [], sources.as_rows
+    monkeypatch.setattr(sources, "as_rows", lambda rows: made.append(type(rows)) or as_rows(rows))
+    subset = Subset(TensorDataset(X), [*range(30)])
+    loader = fastamp.DataLoader(subset, 10)
+    for _ in range(3):
+        list(loader)
+    assert made.count(list) == 1
+    subset.indices = [39]
+    assert next(iter(loader))[0].tolist() == X[39:40].tolist()
+    subset.indices.append(38)
+    assert next(iter(loader))[0].tolist() == X[[39, 38]].tolist()
 
 
-@pytest.mark.parametrize("array", [TABLE[:, ::-1], TABLE.astype(">f4")])
-def test_what_torch_refuses_is_torchs_error(array):
-    dataset = fastamp.ArrayDataset(array)
-    for make in (fastamp.DataLoader, TorchDataLoader):
-        message = r"negative strides|not native|byte order"
-        with pytest.raises((ValueError, TypeError), match=message):
-            next(iter(make(dataset, 3)))
+def test_a_method_set_on_a_dataset_is_called():
+    dataset = TensorDataset(X)
+    dataset.__getitems__ = lambda indices: [torch.tensor(7)] * len(indices)
+    assert next(iter(fastamp.DataLoader(dataset, 2))).tolist() == [7, 7]
+
+
+def test_sparse_samples_get_torchs_error():
+    with pytest.raises(RuntimeError, match="custom collate_fn"):
+        next(iter(fastamp.DataLoader(TensorDataset(X.to_sparse()), 2)))

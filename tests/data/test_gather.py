@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import numpy as np
 import pytest
@@ -125,3 +126,34 @@ def test_a_loader_holds_one_batch(threads):
         next(batches)
         assert len(held) == 1
         assert loader._fastamp.memory.free_nbytes == 4 << 20  # of the batch that was dropped
+
+
+def test_a_write_at_each_step_makes_no_batch_twice(monkeypatch):
+    made, gather = [], sources.Gathered.gather
+    monkeypatch.setattr(
+        sources.Gathered, "gather", lambda *args: made.append(args[3]) or gather(*args)
+    )
+    data, x = torch.zeros(40, 3), torch.zeros(4, 3)
+    for number, (rows,) in enumerate(fastamp.DataLoader(TensorDataset(data), 4)):
+        assert torch.equal(rows, x + number)
+        data += 1
+    assert made == [*range(0, 40, 4)]
+
+
+def test_a_gathered_batch_takes_at_most_eight_calls_of_python():
+    batches = iter(
+        fastamp.DataLoader(TensorDataset(torch.ones(40), torch.ones(40, 3)), 4, shuffle=True)
+    )
+    next(batches)
+    calls = []
+
+    def note(frame, event, _):
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        next(batches)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 8, calls

@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -128,26 +128,15 @@ def test_what_is_gathered_already_may_be_kept_in_a_folder(folder):
     assert_loads_as(fastamp.in_memory(dataset, folder), dataset)
 
 
-class Tagged(torch.Tensor):
-    pass
-
-
 REFUSED = {
     "text": "a",
-    "nothing": None,
     "complex number": 1j,
     "grad": torch.ones(2, requires_grad=True),
-    "sparse": torch.ones(2).to_sparse(),
     "meta": torch.ones(2, device="meta"),
-    "subclass": torch.ones(2).as_subclass(Tagged),
-    "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
     "objects": np.array([None]),
-    "dates": np.array(["2020-01-01"], "M8[D]"),
-    "other byte order": np.ones(2, np.dtype("f4").newbyteorder()),
     "masked": np.ma.ones(2),
     "named tuple": Point(1, 2),
     "ordered dict": OrderedDict(x=1),
-    "deque": deque([1]),
 }
 
 
@@ -265,10 +254,10 @@ def test_a_second_run_maps_the_folder_and_reads_the_probed_items_only(folder):
 
 def test_a_folder_holds_arrays_that_numpy_opens(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    fastamp.in_memory(Rows(LENGTH, lambda i: {"x": i, "y": BFLOATS[i]}), "~/cache", key="v1")
+    fastamp.in_memory(Rows(LENGTH, lambda i: {"x": i, "y": BFLOATS[i]}), "~/cache")
     layout = json.loads((tmp_path / "cache/layout.json").read_bytes())
     item = "{'x': 'torch.int64 []', 'y': 'torch.bfloat16 [3]'}"
-    assert layout == {"class": "Rows", "key": "v1", "length": LENGTH, "item": item}
+    assert layout == {"class": "Rows", "length": LENGTH, "item": item}
     x, y = (np.load(tmp_path / "cache" / name) for name in ("0.npy", "1.npy"))
     assert np.array_equal(x, np.arange(LENGTH))
     assert torch.equal(torch.from_numpy(y).view(torch.bfloat16)[..., 0].isnan(), BFLOATS.isnan())
@@ -279,10 +268,9 @@ class Other(Counted):
 
 
 OTHERS = {
-    "length": (Counted(length=LENGTH + 1), {}),
-    "leaves": (Counted(lambda i: (torch.full((3,), i).int(), i * i)), {}),
-    "class": (Other(), {}),
-    "key": (Counted(), {"key": "v2"}),
+    "length": Counted(length=LENGTH + 1),
+    "leaves": Counted(lambda i: (torch.full((3,), i).int(), i * i)),
+    "class": Other(),
 }
 
 
@@ -290,9 +278,8 @@ OTHERS = {
 def test_a_folder_of_another_dataset_is_an_error_and_stays(name, folder):
     fastamp.in_memory(Counted(), folder)
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    dataset, options = OTHERS[name]
     with pytest.raises(ValueError, match=r"cache: expected a folder that fastamp.in_memory made"):
-        fastamp.in_memory(dataset, folder, **options)
+        fastamp.in_memory(OTHERS[name], folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 

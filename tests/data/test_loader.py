@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -22,10 +24,12 @@ from torch.utils.data import (
     default_collate,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 import fastamp
+from fastamp.data import making
 
 N = 600
 BATCH = 2
@@ -37,19 +41,6 @@ THIRDS = range(0, N, 3)
 
 def nested_row(i):
     return {"x": X[i], "y": (Y[i], {"z": NESTED["y"][1]["z"][i]}), "s": X[i, 0]}
-
-
-def tokens_from(kind, folder, dtype="u2"):
-    tokens = make_array(dtype, N * 4 + 3)
-    if kind == "array":
-        return fastamp.TokenDataset(tokens, 4)
-    if kind == "tensor":
-        return fastamp.TokenDataset(torch.from_numpy(tokens), 4)
-    if kind == "npy":
-        np.save(folder / "tokens.npy", tokens)
-        return fastamp.TokenDataset(folder / "tokens.npy", 4)
-    tokens.tofile(folder / "tokens.bin")
-    return fastamp.TokenDataset(str(folder / "tokens.bin"), 4, dtype=dtype)
 
 
 def memmap(folder):
@@ -84,7 +75,7 @@ GATHERED = {
     "Subset of range": lambda _: Subset(X, range(N)),
     "Subset with negatives": lambda _: Subset(X.numpy(), [-1, 0, -N] * 200),
     "Subset of Subset": lambda _: Subset(Subset(TensorDataset(X), [*THIRDS]), [-1, 5, 0] * 200),
-    "Subset of tokens": lambda folder: Subset(tokens_from("npy", folder), [3, 1] * 300),
+    "Subset of tokens": lambda _: Subset(fastamp.TokenDataset(make_array("u2", N), 4), [3, 1] * 9),
     "rows of no size": lambda _: torch.empty(N, 0, 3),
     "rows with gaps": lambda _: make_array(torch.float32, N, 9)[:, 2:7],
     "every third row": lambda _: make_array(torch.float32, 3 * N, 2)[::3],
@@ -93,11 +84,6 @@ GATHERED = {
     "columns": lambda _: make_array(torch.float32, 3, N).T,
     "numpy columns": lambda _: make_array("f4", 3, N).T,
     "big rows": lambda _: make_array(torch.uint8, N, 5000),
-    **{
-        f"tokens {dtype} from {kind}": functools.partial(tokens_from, kind, dtype=dtype)
-        for dtype in ("u1", "u2", "i4", "i8")
-        for kind in (("array", "tensor", "npy", "file") if dtype == "u2" else ("array", "file"))
-    },
     **{
         str(dtype): functools.partial(lambda dtype, _: make_array(dtype, N, 3), dtype)
         for dtype in (
@@ -260,22 +246,10 @@ def test_data_pipes_are_read_as_torch_reads_them(num_workers):
         assert_as_torch((name, num_workers), pipe, lambda: options)
 
 
-def test_a_bare_tuple_is_a_dataset_of_two_samples(backend):
-    for pair in ((X, X + 1), [X, X + 1]):
-        loader = fastamp.DataLoader(pair, 2)
-        assert len(loader) == 1
-        assert_same(next(iter(loader)), torch.stack((X, X + 1)))
-
-
 def test_workers_may_be_taken_away(backend):
     loader = fastamp.DataLoader(Squares(9), 2, num_workers=1)
     loader.num_workers = 0
     assert_same([*loader], [*TorchDataLoader(Squares(9), 2)])
-
-
-def test_a_dict_by_number_is_a_dataset_of_samples(backend):
-    samples = {index: X[index] for index in range(5)}
-    assert_same([*fastamp.DataLoader(samples, 2)], [*TorchDataLoader(samples, 2)])
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, tuple])
@@ -316,3 +290,62 @@ def test_a_boolean_among_indices_is_what_it_is_in_torch(wrap, true, backend):
         assert first.shape == (2, 1, 4, 3)
         with pytest.raises(RuntimeError, match=r"\[1, 4, 3\]|\(1, 4, 3\)"):
             next(iterator)
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(Y[:40]), Squares(40)], ids=["arrays", "python"])
+def test_a_program_that_replaces_torchs_next_is_heard(dataset, monkeypatch):
+    taken, stock = [], _BaseDataLoaderIter.__next__
+
+    def replaced(iterator):
+        batch = stock(iterator)
+        taken.append(iterator._dataset)
+        return batch
+
+    expected = [*fastamp.DataLoader(dataset, 8, shuffle=True, seed=1)]
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", replaced)
+    assert making.is_replaced()
+    loader = fastamp.DataLoader(dataset, 8, shuffle=True, seed=1)
+    assert_same([*loader], expected)
+    assert taken == [dataset] * 5
+    assert loader.stats().path == "item by item: torch's iterators are replaced"
+
+
+class Taken(fastamp.DataLoader):
+    """Has attributes and methods with the names of the loader's options."""
+
+    def device(self):
+        return "own"
+
+    seed = worker = _stats = resident = property(lambda self: "own")
+
+
+def test_a_subclass_may_use_the_names_of_the_options():
+    loader = Taken(Y, 4, shuffle=True, seed=1)
+    assert_same([*loader], [*fastamp.DataLoader(Y, 4, shuffle=True, seed=1)])
+    assert loader.device() == loader.seed == loader.worker == loader._stats == "own"
+
+
+def test_default_collate_is_what_a_loader_says_it_uses():
+    assert fastamp.DataLoader(X).collate_fn is default_collate
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_is_longer_than_it_says_is_told_when_torch_tells_it(num_workers):
+    class Told(IterableDataset):
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return iter(range(4))
+
+    def warned_at(make):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = make(Told(), None, num_workers=num_workers)
+            assert len(loader) == 3
+            return [len([w for w in caught if "IterableDataset" in str(w.message)]) for _ in loader]
+
+    expected = warned_at(TorchDataLoader)
+    assert warned_at(fastamp.DataLoader) == expected
+    assert warned_at(functools.partial(fastamp.DataLoader, seed=1)) == expected
+    assert expected[-1] > 0

@@ -14,33 +14,22 @@ from support.loading import Squares, assert_same, make_array
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
+from fastamp.data.sample_rng import generators_kept
+from fastamp.data.structure import map_tensors
 
 N = 600
 BATCH = 2  # 300 batches
 X = make_array(torch.float32, N, 5)
 Y = torch.arange(N)
-
-
-def test_a_batch_that_is_kept_is_not_overwritten(backend, monkeypatch):
-    for module in ("memory", "sources"):
-        monkeypatch.setattr(f"fastamp.data.{module}.LEASED_NBYTES", 1)
-    loader = fastamp.DataLoader(TensorDataset(X, Y), BATCH, shuffle=True, seed=1)
-    expected = [(x.clone(), y.clone()) for x, y in loader]
-    loader = fastamp.DataLoader(TensorDataset(X, Y), BATCH, shuffle=True, seed=1)
-    iterator = iter(loader)
-    for start in range(0, 300, 100):
-        kept = next(iterator)
-        later = [next(iterator) for _ in range(50)]
-        del later
-        for _ in range(49):
-            next(iterator)
-        assert_same(tuple(kept), expected[start])
 
 
 def test_a_loader_can_be_made_anew_from_its_attributes(backend):
@@ -139,19 +128,13 @@ class Permuted:
 
 
 @pytest.mark.parametrize("dataset", [Squares(12), TensorDataset(torch.arange(12))])
-@pytest.mark.parametrize(
-    ("options", "ours"),
-    [
-        ({}, {}),
-    ],
-)
-def test_a_sampler_that_draws_when_it_begins_gives_torchs_order(dataset, options, ours, backend):
-    torch.manual_seed(0)
-    loader = TorchDataLoader(dataset, batch_sampler=Permuted(), **options)
-    expected = [*loader, *loader], torch.rand(2)
-    torch.manual_seed(0)
-    loader = fastamp.DataLoader(dataset, batch_sampler=Permuted(), **options, **ours)
-    assert_same(([*loader, *loader], torch.rand(2)), expected)
+def test_a_sampler_that_draws_when_it_begins_gives_torchs_order(dataset, backend):
+    epochs = []
+    for make in (TorchDataLoader, fastamp.DataLoader):
+        torch.manual_seed(0)
+        loader = make(dataset, batch_sampler=Permuted())
+        epochs.append([*loader, *loader])
+    assert_same(*epochs)
 
 
 @pytest.mark.parametrize("dataset", [Squares(12), TensorDataset(torch.arange(12))])
@@ -184,3 +167,89 @@ def test_a_sampler_may_have_a_generator_that_is_not_torchs(make_generator, worke
         for _ in range(2):
             assert_same([*loader], [*expected])
         assert loader.state_dict()["generator"] is None
+
+
+SAMPLERS = {
+    "weights": lambda: WeightedRandomSampler(torch.ones(40), 30),
+    "subset": lambda: SubsetRandomSampler(range(30)),
+    "replacement": lambda: RandomSampler(Y, replacement=True),
+    "permutation": lambda: RandomSampler(Y),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("dataset", [TensorDataset(Y), Squares(40)], ids=["arrays", "python"])
+def test_a_seed_repeats_torchs_samplers(name, dataset):
+    def read():
+        loader = fastamp.DataLoader(dataset, 4, sampler=SAMPLERS[name](), seed=3)
+        return [[*loader], [*loader]]
+
+    first, again = read(), read()
+    assert_same(again, first)
+    assert str(first[0]) != str(first[1])
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(X), Squares(40)], ids=["arrays", "python"])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "worker": "thread"}], ids=str)
+def test_a_pass_begun_in_inference_mode_goes_on_with_plain_tensors(dataset, options, backend):
+    batches = iter(fastamp.DataLoader(dataset, 4, **options))
+    with torch.inference_mode():
+        next(batches)
+    for batch in batches:
+        tensors = []
+        map_tensors(lambda t, tensors=tensors: tensors.append(t) or t, batch)
+        assert not any(tensor.is_inference() for tensor in tensors)
+
+
+def draw_all():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+class Drawing(Sampler):
+    """Draws from all generators of the program as it goes."""
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        for row in range(12):
+            draw_all()
+            yield row
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(12), Squares(12)], ids=["arrays", "python"])
+def test_a_sampler_that_draws_as_it_goes_leaves_the_loops_own_draws_alone(dataset):
+    def seed():
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        torch.manual_seed(1)
+
+    def loop(loader):
+        return [draw_all() for _ in loader], draw_all()
+
+    seed()
+    expected = loop(TorchDataLoader(dataset, 2, sampler=Drawing()))
+    seed()
+    assert loop(fastamp.DataLoader(dataset, 2, sampler=Drawing())) == expected
+    seed()
+    loader = fastamp.DataLoader(dataset, 2, sampler=Drawing())
+    batches, drawn = iter(loader), []
+    for _ in range(3):
+        next(batches)
+        drawn.append(draw_all())
+    state = loader.state_dict()
+    with generators_kept():
+        rest = loop(batches)
+    assert (drawn + rest[0], rest[1]) == expected
+    resumed = fastamp.DataLoader(dataset, 2, sampler=Drawing())
+    resumed.load_state_dict(state)
+    assert loop(resumed) == rest
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(8), Squares(8)], ids=["arrays", "python"])
+def test_a_subclass_wraps_the_pass_as_with_torchs_loader(dataset):
+    class Wrapped(fastamp.DataLoader):
+        def _get_iterator(self):
+            return (("wrapped", batch) for batch in super()._get_iterator())
+
+    assert [word for word, _ in Wrapped(dataset, 4)] == ["wrapped"] * 2

@@ -12,10 +12,11 @@ import weakref
 
 import pytest
 import torch
-from support.loading import assert_same, ends
+from support.loading import Rows, assert_same, ends
 from support.waits import sync_refused
 
 import fastamp
+from fastamp.data.structure import map_tensors
 
 
 class Pair(typing.NamedTuple):
@@ -108,11 +109,6 @@ def test_the_producers_own_exception_is_raised_in_its_place(thread):
     with pytest.raises(StopIteration):
         next(iterator)
     assert ends(lambda: not threads())
-
-
-def test_a_thread_for_a_loader_is_refused():
-    with pytest.raises(ValueError, match=r"thread: expected False for a fastamp\.DataLoader"):
-        fastamp.prefetch(fastamp.DataLoader(torch.ones(3)), thread=True)
 
 
 def counted(ended):
@@ -255,3 +251,81 @@ next(batches)
     command = [sys.executable, "-c", code]  # an interpreter of its own, which ends as users' do
     result = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+class Resumable:
+    """A loader with a state, as torchdata's, which knows what was taken, not what was delivered."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < 10:
+            self.place += 1
+            yield torch.tensor(self.place)
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def test_a_resume_behind_prefetch_loses_no_batch_of_another_loader():
+    wrapped = fastamp.prefetch(Resumable())
+    batches = iter(wrapped)
+    seen = [int(next(batches)) for _ in range(3)]
+    state = wrapped.state_dict()
+    resumed = fastamp.prefetch(Resumable())
+    resumed.load_state_dict(state)
+    assert [*seen, *map(int, resumed)] == [*range(1, 11)]
+
+
+@pytest.mark.parametrize(
+    "source", [Resumable(), fastamp.DataLoader(torch.ones(3))], ids=["other", "fastamp"]
+)
+def test_a_thread_for_a_loader_with_a_state_is_refused(source):
+    with pytest.raises(ValueError, match="thread: expected False for an iterable with a state"):
+        fastamp.prefetch(source, thread=True)
+
+
+class Graph:
+    """Moves itself to a device, as PyG's and DGL's batches."""
+
+    def __init__(self, x, device="cpu"):
+        self.x, self.device = x, device
+
+    def to(self, device, **_):
+        return Graph(self.x, str(device))
+
+
+def test_objects_that_move_themselves_are_moved():
+    batch = {"graph": Graph(torch.ones(2)), "list": [Graph(torch.ones(1))], "text": "a"}
+    (moved,) = fastamp.prefetch([batch], "meta")
+    assert moved["graph"].device == moved["list"][0].device == "meta"
+    loader = fastamp.DataLoader(Rows(4, lambda i: i), 4, collate_fn=Graph, device="meta")
+    assert next(iter(loader)).device == "meta"
+    assert map_tensors(lambda t: t + 1, batch)["graph"] is batch["graph"]
+
+
+def test_prefetch_without_a_copy_takes_no_batch_before_the_loop_asks():
+    """A generator may write each batch into the same memory."""
+
+    def write_into_one():
+        batch = torch.zeros(1)
+        for number in range(3):
+            yield batch.fill_(number)
+
+    assert [batch.item() for batch in fastamp.prefetch(write_into_one(), "cpu")] == [0, 1, 2]
+
+
+class Box(torch.Tensor):
+    """A subclass, as torchvision's boxes and masks."""
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_subclass_of_tensor_stays_what_it_is_on_a_device(device):
+    batches = [{"box": torch.ones(3).as_subclass(Box), "x": torch.ones(2)}]
+    for batch in fastamp.prefetch(batches, device):
+        assert type(batch["box"]) is Box
+        assert type(batch["x"]) is torch.Tensor

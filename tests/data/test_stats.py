@@ -111,3 +111,51 @@ def test_threads_are_never_called_compute_bound():
     said = replace(stats, elapsed_s=10.0, wait_s=0.1, thread_cpu_s=6.0).verdict
     assert said.startswith("waits 1 %; threads compute for 60 % of the time and may hold the GIL")
     assert replace(stats, elapsed_s=10.0, wait_s=0.1, thread_cpu_s=0.0).verdict == "compute-bound"
+
+
+class Slow(Squares):
+    def __getitem__(self, index):
+        time.sleep(2e-3)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_behind_prefetch_stats_count_what_the_loop_waits_for_and_gets(threads):
+    loader = fastamp.DataLoader(Slow(40), 4, num_workers=threads, worker="thread")
+    batches, waited_s = iter(fastamp.prefetch(loader)), 0.0
+    for number in range(1, 6):
+        start_s = time.perf_counter()
+        next(batches)
+        waited_s += time.perf_counter() - start_s
+        assert loader.stats().batches == number
+        time.sleep(0.02)
+    assert loader.stats().wait_s <= waited_s
+    assert threads or loader.stats().wait_s > waited_s / 2
+
+
+def test_worker_init_fn_without_workers_leaves_gathering_on():
+    assert fastamp.DataLoader(X, 4, worker_init_fn=print).stats().path == "gathered"
+    path = fastamp.DataLoader(X, 4, worker_init_fn=print, num_workers=1).stats().path
+    assert path == "item by item, in 1 worker: worker_init_fn is given"
+
+
+def test_the_profiler_sees_the_loader():
+    with torch.profiler.profile() as profiled:
+        list(fastamp.DataLoader(X, 8))
+    names = [event.key for event in profiled.key_averages()]
+    assert any(name.startswith("enumerate(DataLoader)") for name in names)
+
+
+class Named(TensorDataset):
+    """Overrides nothing."""
+
+
+class Reading(TensorDataset):
+    def __getitem__(self, index):
+        return super().__getitem__(index)
+
+
+def test_a_subclass_that_overrides_nothing_is_gathered():
+    assert fastamp.DataLoader(Named(X, Y)).stats().path == "gathered"
+    assert fastamp.DataLoader(Subset(Named(X), [1])).stats().path == "gathered"
+    assert fastamp.DataLoader(Reading(X)).stats().path == "item by item: the dataset is a Reading"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import types
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support.stream_schedules import ALL, PROGRAMS, prefetching, run
 import fastamp
 from fastamp import _ops
 from fastamp.data import making, runners
+from fastamp.data.copies import CudaCopies
 from fastamp.data.memory import Memory
 
 SOURCE = Path(prefetching.__file__)
@@ -134,3 +136,17 @@ def test_torchs_own_thread_pins_the_batches_of_workers(monkeypatch):
         dataset = [torch.ones(3)] * 8
         iter(fastamp.DataLoader(dataset, 4, num_workers=2, device="cuda:1"))
     assert options["pin_memory"]
+
+
+class Box(torch.Tensor):
+    """A subclass, as torchvision's boxes and masks."""
+
+
+def test_a_subclass_of_tensor_is_moved_by_its_own_method_to_cuda():
+    model = Model(0)
+    with model.installed(importlib.import_module("fastamp.data.copies")):
+        copies = CudaCopies(torch.device("cuda", 0))
+        box, plain = torch.ones(3).as_subclass(Box), torch.ones(3)
+        _, copied = copies.start([box, plain])
+        assert [type(tensor) for tensor in copied.others] == [Box]
+        assert [type(tensor) for tensor in copied.tensors] == [torch.Tensor]

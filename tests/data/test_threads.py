@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from support.loading import Rows, Squares, Stateful, assert_same, check, ends, m
 from support.streams import Stream
 from support.thread_workers import in_threads, workers
 from support.torchs_datasets import KINDS
+from torch.utils.data import ConcatDataset, Dataset, random_split
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
@@ -54,7 +56,7 @@ def test_threads_know_who_they_are():
             info = fastamp.get_worker_info()
             assert threading.current_thread().name.startswith("fastamp worker")
             assert (info.num_workers, info.dataset is self) == (3, True)
-            assert (info.worker_method, info.rng) == ("thread", None)
+            assert info.rng is None
             seen.add((info.id, info.seed))
             assert torch.get_num_threads() == 1
             return super().__getitem__(index)
@@ -136,7 +138,7 @@ def test_a_batch_sampler_may_yield_the_same_indices_again(kind):
 
 
 def test_passes_that_end_in_any_way_leave_nothing():
-    """A small part of `python tests/support/thread_trials.py`."""
+    """A small part of tests/support/thread_trials.py."""
     check("from support import thread_trials as t; found = t.main(120, 1); assert not found, found")
 
 
@@ -156,3 +158,48 @@ def test_the_loops_thread_takes_no_lock_that_ctrl_c_could_leave_taken():
         sys.setprofile(None)
     assert "join" in names
     assert not {"__enter__", "acquire", "wait", "notify"}.intersection(names)
+
+
+def seed_all(worker_id):
+    torch.manual_seed(7)
+    np.random.seed(7)  # noqa: NPY002 - torch's own recipe
+
+
+def test_worker_init_fn_in_threads_leaves_the_programs_generators_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    before = np.random.get_state()[1].copy()  # noqa: NPY002
+    options = {"num_workers": 2, "worker": "thread", "worker_init_fn": seed_all}
+    list(fastamp.DataLoader(Squares(8), 2, seed=1, **options))
+    assert torch.equal(torch.rand(1), expected)
+    assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
+
+
+class Lazy(Dataset):
+    """Opens what it reads from once for each worker, as in torch's recipe."""
+
+    def __init__(self):
+        self.place = None
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if self.place is None:
+            self.place = [0]
+        self.place[0] = index
+        time.sleep(1e-4)
+        return self.place[0]
+
+
+def test_a_thread_reads_the_rows_that_it_asked_for():
+    loader = fastamp.DataLoader(Lazy(), 4, num_workers=4, worker="thread")
+    assert torch.cat([*loader]).tolist() == [*range(64)]
+    both = ConcatDataset([Lazy(), Lazy()])
+    loader = fastamp.DataLoader(both, 4, num_workers=4, worker="thread")
+    assert torch.cat([*loader]).tolist() == [*range(64), *range(64)]
+    split = random_split(Lazy(), [40, 24], generator=torch.Generator().manual_seed(0))[0]
+    loader = fastamp.DataLoader(split, 4, num_workers=4, worker="thread")
+    assert torch.cat([*loader]).tolist() == [*split.indices]
+    assert split.dataset.place is None  # the program's own is not opened

@@ -71,7 +71,7 @@ def test_the_windows_of_a_mapped_file_are_gathered_out_of_it(tmp_path):
     assert_same(gather(dataset.columns(), range(11)), windows_of(tokens, 8))
     drawn = fastamp.TokenDataset(path, 8, np.uint32, header=3, random_offsets=True)
     columns, keys = drawn.columns(), torch.arange(5)
-    starts = columns.starts(torch.tensor([0, 10, -11, 3, 3]), keys)
+    starts = columns.starts(keys)
     expected = [tokens[start:][:9].astype("i8") for start in starts.tolist()]
     x, y = gather(columns, [0, 1, 2, 3, 4], keys)
     assert torch.cat([x, y[:, -1:]], 1).tolist() == np.stack(expected).tolist()
@@ -95,7 +95,7 @@ def test_the_header_of_every_raw_file_is_skipped(tmp_path):
 def random_windows(tokens, size, seed, epoch, places):
     """Return x and y of the samples at places of an epoch, as the documentation says."""
     key = find_pass_key(seed, epoch)
-    starts = [mix(mix(key ^ place) + 1) % (len(tokens) - size) for place in places]
+    starts = [mix(key ^ place) % (len(tokens) - size) for place in places]
     parts = [[tokens[start + shift :][:size] for start in starts] for shift in (0, 1)]
     return [torch.from_numpy(np.array(part).astype("i8")) for part in parts]
 
@@ -203,7 +203,7 @@ def test_tokens_that_do_not_fit_are_refused_by_name(tmp_path):
             fastamp.TokenDataset(sources, 2, **options)
     with pytest.raises(FileNotFoundError, match="missing"):
         fastamp.TokenDataset([raw, tmp_path / "missing.bin"], 2, "u1")
-    with pytest.raises(TypeError, match=r"dtype: expected uint8, .* got 'no dtype'"):
+    with pytest.raises(TypeError, match="'no dtype'"):
         fastamp.TokenDataset(raw, 2, "no dtype")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.loading import Squares, assert_same, make_array
 from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastamp
 
@@ -42,27 +43,22 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
     assert_same(loader.state_dict(), expected)
 
 
+INTEGER = "expected an integer of at least 0"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        *[
-            (key, None, "expected an integer of at least 0")
-            for key in ("epoch", "batch", "consumed")
-        ],
-        *[
-            (key, -1, "expected an integer of at least 0")
-            for key in ("epoch", "batch", "told_epoch")
-        ],
-        ("epoch", torch.tensor(3), "expected an integer of at least 0"),
-        ("batch", 1.5, "expected an integer of at least 0"),
-        ("consumed", True, "expected an integer of at least 0"),
-        ("told_epoch", "1", "expected an integer of at least 0"),
+        ("epoch", torch.tensor(3), INTEGER),
+        ("batch", 1.5, INTEGER),
+        ("batch", None, INTEGER),
+        ("consumed", True, INTEGER),
+        ("told_epoch", "1", INTEGER),
+        ("order", "a", INTEGER),
+        ("sample_seed", -1, INTEGER),
         ("batch_size", torch.tensor([4, 4]), "the loader's 4"),
         ("drop_last", None, "the loader's False"),
-        ("generator", torch.zeros(3), "expected the state of a generator"),
         ("generator", 5, "expected the state of a generator"),
-        ("order", "a", "expected an integer of at least 0"),
-        ("sample_seed", -1, "expected an integer of at least 0"),
         ("generator", torch.zeros(7, dtype=torch.uint8), "expected the state of a generator"),
     ],
 )
@@ -79,13 +75,32 @@ def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value, me
     assert_same(loader.state_dict(), kept)
 
 
-def test_a_generator_that_is_none_is_refused_by_its_name():
-    with pytest.raises(TypeError, match=r"generator: expected a torch\.Generator or None, got 3"):
-        fastamp.DataLoader(X, 4, generator=3)
-
-
 def test_a_sharded_loader_whose_batches_come_in_any_order_has_no_state():
     options = {"shard": True, "rank": 0, "world_size": 2}
     loader = fastamp.DataLoader(Squares(40), 2, num_workers=1, in_order=False, **options)
     with pytest.raises(TypeError, match="in_order=False"):
         loader.state_dict()
+
+
+def test_a_pipe_of_torchs_has_no_state():
+    loader = fastamp.DataLoader(IterableWrapper([1, 2]), 2)
+    with pytest.raises(TypeError, match="dataset: the position of a pipe"):
+        loader.state_dict()
+
+
+class StatefulSampler(RandomSampler):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_sampler_with_a_state_of_its_own_is_refused_by_its_name():
+    sampler = StatefulSampler(X)
+    batches = BatchSampler(sampler, 4, drop_last=False)
+    for options in ({"sampler": sampler}, {"batch_sampler": batches}):
+        loader = fastamp.DataLoader(X, **options)
+        assert len([*loader]) == len(loader)
+        with pytest.raises(TypeError, match="sampler: StatefulSampler has a state of its own"):
+            loader.state_dict()

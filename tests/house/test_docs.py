@@ -65,6 +65,7 @@ for path in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             runner.run(test)
+            os.chdir("/")  # the folder goes
 """
 
 

@@ -31,7 +31,7 @@ INCLUDES = {
         for name in (
             "cuda.cu",
             "update.cu",
-            "kept.cu",
+            "lean.cu",
             "launcher.cuh",
             "convert.cuh",
             "device.h",

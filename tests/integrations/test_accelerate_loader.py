@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -150,15 +151,23 @@ def two():
         yield started
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_two_processes_see_every_sample_once_and_accumulate_to_the_end(two, shard):
+@pytest.mark.parametrize(("shard", "path"), [(True, "gathered"), (False, False)])
+def test_two_processes_see_every_sample_once_and_accumulate_to_the_end(two, shard, path):
     answers = two.run(2, cases.train, shard)
-    for parts in zip(*(epochs for epochs, _, _ in answers), strict=True):
+    for parts in zip(*(epochs for epochs, _ in answers), strict=True):
         assert sorted(row for seen, _ in parts for row in seen) == list(range(64))
         assert all(synced == [False, False, True] * 2 + [False, True] for _, synced in parts)
     first, second = answers[0][0]
     assert first != second  # epochs differ
-    assert {answer[1:] for answer in answers} == {(16, "gathered")}
+    assert [answer[1] for answer in answers] == [path] * 2
+
+
+def test_accelerates_own_loader_has_the_order_of_the_seed(two):
+    answers = two.run(2, cases.train, False)
+    whole = fastamp.DataLoader(ROWS, BATCH, shuffle=True, seed=5)
+    for parts in zip(*(epochs for epochs, _ in answers), strict=True):
+        batches = [seen[i : i + BATCH] for i in range(0, N // 2, BATCH) for seen, _ in parts]
+        assert [*itertools.chain(*batches)] == samples(whole)
 
 
 def test_a_state_is_that_of_all_processes(two):
@@ -170,19 +179,14 @@ def test_a_state_is_that_of_all_processes(two):
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "splits"),
-    [
-        ("in order", 27, False),
-        ("in order", 3, False),
-        ("in order", 27, True),
-        ("drop_last", 27, False),
-        ("shuffled by the program", 26, False),
-    ],
+    ("name", "length"),
+    [("in order", 27), ("in order", 3), ("drop_last", 27), ("shuffled by the program", 26)],
 )
-def test_two_processes_share_one_order_as_distributed_sampler_does(two, name, length, splits):
-    answers = two.run(2, cases.watch, fastamp.DataLoader, name, length, {"split_batches": splits})
+def test_two_processes_share_one_order_as_distributed_sampler_does(two, name, length):
+    sharded = partial(fastamp.DataLoader, shard=True)
+    answers = two.run(2, cases.watch, sharded, name, length, {})
     for rank, found in enumerate(answers):
-        assert found[0] == cases.expected_sizes(name, length, splits)
+        assert found[0] == cases.expected_sizes(name, length)
         batches = [batch for batch, *_ in found[1:]]
         first = batches[: len(batches) // 2]
         if "shuffled" not in name:
@@ -196,6 +200,7 @@ def test_two_processes_share_one_order_as_distributed_sampler_does(two, name, le
 
 ACCELERATES = [
     ("in order", {"even_batches": False}),
+    ("in order", {}),
     ("a generator", {}),
     ("a sampler", {"split_batches": True}),
     ("a sampler that is told the epoch", {}),
@@ -207,7 +212,7 @@ ACCELERATES = [
 
 
 @pytest.mark.parametrize(("name", "options"), ACCELERATES)
-def test_whatever_else_two_processes_ask_for_is_accelerates_own(two, name, options):
+def test_an_unsharded_loader_is_accelerates_own_over_two_processes(two, name, options):
     length = 26 if "split_batches" in options else 27
     for ours, theirs in two.run(2, cases.both, name, length, options):
         assert ours == theirs
@@ -223,9 +228,9 @@ def test_skip_first_batches_reads_each_process_its_own_part(rank, drop_last):
         dataloader_config=one.dataloader_config,
         gradient_state=one.gradient_state,
     )
-    rows = TensorDataset(torch.arange(43))
-    whole = fastamp.DataLoader(rows, 4, shuffle=True, seed=3, drop_last=drop_last)
-    loader = prepare_loader(whole, own, on_device=False)
+    options = {"seed": 3, "drop_last": drop_last, "rank": rank, "world_size": 2}
+    made = fastamp.DataLoader(TensorDataset(torch.arange(43)), 4, shuffle=True, **options)
+    loader = prepare_loader(made, own, on_device=False)
     loader.set_epoch(2)
     expected = samples(loader)
     loader.set_epoch(2)
@@ -237,4 +242,5 @@ def test_skip_first_batches_reads_each_process_its_own_part(rank, drop_last):
 def test_ranks_that_share_a_model_get_accelerates_own_loader():
     mesh = SimpleNamespace(mesh_dim_names=("dp", "tp"))
     own = SimpleNamespace(num_processes=4, process_index=1, torch_device_mesh=mesh)
-    assert prepare_loader(fastamp.DataLoader(ROWS, BATCH, seed=1), own, on_device=True) is None
+    loader = fastamp.DataLoader(ROWS, BATCH, rank=1, world_size=4)
+    assert prepare_loader(loader, own, on_device=True) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -45,11 +44,11 @@ __all__ = ["batches", "pl"]  # fixtures
 pytestmark = MARKS
 
 
-def train_by_hand(batches, precision, make_optimizer=FUSED, *, accumulate=1, clip, gamma=0.9):
-    """Train as the Trainer should, with `clip(scaler, optimizer)` in the place of the step."""
+def train_by_hand(batches, precision, make_optimizer=FUSED, accumulate=1):
+    """Train as the Trainer should."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     scaler = make_scaler() if precision == "16-mixed" else fastamp.GradScaler("cpu", enabled=False)
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
     for i, (x, y) in enumerate(batches):
@@ -57,22 +56,12 @@ def train_by_hand(batches, precision, make_optimizer=FUSED, *, accumulate=1, cli
             loss = LOSS(model(x), y) / accumulate
         scaler.scale(loss).backward()
         if (i + 1) % accumulate == 0 or i + 1 == len(batches):
-            clip(scaler, optimizer)
+            scaler.step(optimizer, max_norm=0.1)
             if not scaler.last_step.skipped:
                 scheduler.step()
             scaler.update()
             optimizer.zero_grad()
     return model, scaler, scheduler
-
-
-def clip_value_and_step(scaler, optimizer):
-    scaler.unscale_(optimizer)
-    fastamp.clip_grad_value_(optimizer.param_groups[0]["params"], 0.01)
-    scaler.step(optimizer)
-
-
-def clip_norm_and_step(scaler, optimizer):
-    scaler.step(optimizer, max_norm=0.1)
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
@@ -81,33 +70,14 @@ def clip_norm_and_step(scaler, optimizer):
 def test_a_trainer_trains_as_the_loop_written_by_hand(
     pl, batches, precision, make_optimizer, accumulate
 ):
-    expected, scaler, scheduler = train_by_hand(
-        batches, precision, make_optimizer, accumulate=accumulate, clip=clip_norm_and_step
-    )
+    expected, scaler, scheduler = train_by_hand(batches, precision, make_optimizer, accumulate)
     module, plugin = make_module(pl, make_optimizer), make_plugin(precision)
-    fit(
-        pl,
-        module,
-        batches,
-        plugins=[plugin],
-        gradient_clip_val=0.1,
-        accumulate_grad_batches=accumulate,
-    )
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": accumulate}
+    fit(pl, module, batches, plugins=[plugin], **options)
     assert_same_bits(module.model.state_dict(), expected.state_dict())
     assert plugin.scaler.state_dict() == scaler.state_dict()
     assert plugin.scaler.skipped_steps == scaler.skipped_steps == 2
     assert module.scheduler.get_last_lr() == scheduler.get_last_lr()
-
-
-def test_values_are_clipped_after_unscaling(pl, batches):
-    expected, *_ = train_by_hand(batches, "16-mixed", SGD, clip=clip_value_and_step)
-    for make_optimizer in (SGD, partial(SGD, fused=True)):
-        module, plugin = make_module(pl, make_optimizer), make_plugin()
-        options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-        fit(pl, module, batches, plugins=[plugin], **options)
-        # torch's fused SGD rounds once where the other one rounds twice
-        torch.testing.assert_close(module.model.state_dict(), expected.state_dict())
-        assert plugin.scaler.skipped_steps == 2
 
 
 @pytest.mark.parametrize("algorithm", [None, "norm", "value"])
@@ -123,19 +93,6 @@ def test_bf16_skips_whatever_is_clipped(pl, batches, algorithm):
     assert all(p.isfinite().all() for p in module.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-def test_a_batch_that_training_step_leaves_out_changes_nothing(pl, batches):
-    expected, *_ = train_by_hand(batches[1:3], "16-mixed", SGD, clip=clip_value_and_step, gamma=1)
-
-    def training_step(self, batch, batch_idx):
-        return None if batch_idx in {0, 3} else LOSS(self.model(batch[0]), batch[1])
-
-    module = make_module(pl, SGD, None, training_step=training_step)
-    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    fit(pl, module, batches[:4], plugins=[make_plugin()], **options)
-    assert_same_bits(module.model.state_dict(), expected.state_dict())
-
-
 def test_hooks_before_the_step_see_unscaled_gradients(pl, batches):
     scaled, seen = [], []
     hooks = {
@@ -145,7 +102,7 @@ def test_hooks_before_the_step_see_unscaled_gradients(pl, batches):
     module = make_module(pl, **hooks)
     fit(pl, module, batches[:2], plugins=[make_plugin()], gradient_clip_val=0.1)
     assert_same_bits(seen, [grad / 1024 for grad in scaled])
-    expected, *_ = train_by_hand(batches[:2], "16-mixed", clip=clip_norm_and_step)
+    expected, *_ = train_by_hand(batches[:2], "16-mixed")
     torch.testing.assert_close(module.model.state_dict(), expected.state_dict())
 
 
@@ -252,11 +209,21 @@ def test_a_sharded_loader_made_in_a_hook_overfits_and_predicts(pl, rank):
 
 
 def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):
-    for interval, n in {"step": N_BATCHES - 2, "epoch": 1}.items():
-        module = make_module(pl, interval=interval)
-        # the last step is skipped, too
-        fit(pl, module, [*batches[4:], *batches[:4]], plugins=[make_plugin()])
-        assert module.scheduler.last_epoch == n
+    made = {}
+
+    def configure_optimizers(self):
+        optimizer = FUSED(self.parameters())
+        for interval in ("step", "epoch"):
+            made[interval] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": made[name], "interval": name} for name in made]
+
+    module = make_module(pl, configure_optimizers=configure_optimizers)
+    # the last step is skipped, too
+    fit(pl, module, [*batches[4:], *batches[:4]], plugins=[make_plugin()])
+    assert {name: each.last_epoch for name, each in made.items()} == {
+        "step": N_BATCHES - 2,
+        "epoch": 1,
+    }
 
 
 def test_without_such_a_scheduler_nothing_waits_for_the_step(pl, batches, monkeypatch):
@@ -272,9 +239,9 @@ def test_the_modules_own_way_of_stepping_is_kept_and_put_back(pl, batches):
         scheduler.step()
 
     module = make_module(pl, lr_scheduler_step=lr_scheduler_step)
-    fit(pl, module, batches, plugins=[make_plugin()])
+    trainer = fit(pl, module, batches, plugins=[make_plugin()])
     assert len(calls) == module.scheduler.last_epoch == N_BATCHES - len(OVERFLOWS)
-    assert "lr_scheduler_step" not in vars(module)
+    assert "update_lr_schedulers" not in vars(trainer.fit_loop.epoch_loop)
 
 
 def test_checkpoints_of_lightnings_own_plugin_go_on(pl, batches, tmp_path):
@@ -302,11 +269,6 @@ def test_a_strategy_that_scales_by_itself_is_refused(pl):
     module = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy))
     with pytest.raises(TypeError, match="DeepSpeedStrategy scales by itself: use Trainer"):
         make_plugin().convert_module(module)
-
-
-def test_lightning_refuses_the_plugin_with_fsdp(pl):
-    with pytest.raises(TypeError, match="FSDP strategy can only work with the `FSDPPrecision`"):
-        pl.strategies.FSDPStrategy(precision_plugin=make_plugin())
 
 
 def test_wrong_arguments_are_refused(pl):
@@ -364,7 +326,6 @@ def test_a_module_and_callbacks_are_pickled_and_copied_while_they_train(pl, batc
     fit(pl, module, batches, plugins=[make_plugin()], **options)
     for again in copies[:2]:
         assert all(map(torch.equal, again.parameters(), module.parameters()))
-        assert again.lr_scheduler_step == type(again).lr_scheduler_step.__get__(again)
     for again in copies[2:]:
         assert not hasattr(again, "tracker")
         fit(pl, make_module(pl), batches, plugins=[make_plugin()], callbacks=[again])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support import lightning_cases as cases
 from support import ranks
 from support.training import assert_same_bits, assert_same_but_for_rounding
-
-from fastamp.integrations.fabric import prepare
 
 if find_spec("lightning") is None:
     pytest.skip("could not import 'lightning'", allow_module_level=True)
@@ -76,29 +73,17 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(two, tmp_path):
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_fabric_clips_and_steps_by_fastamp(two, precision, count):
-    expected, found = (two.run(count, cases.run_fabric, precision, own) for own in (False, True))
+def test_the_guides_loops_in_fabric_train_as_fabrics_own(two, precision, count):
+    expected, found = (
+        two.run(count, partial(cases.run_fabric, precision, ours=ours)) for ours in (False, True)
+    )
     for ours, theirs in zip(found, expected, strict=True):
         assert_same_but_for_rounding(ours, theirs)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
-def test_fabric_takes_the_backward_of_the_loss_itself(two, precision):
-    ours, theirs = (
-        two.run(1, cases.call_backward_of_the_loss, precision, is_prepared)[0]
-        for is_prepared in (True, False)
-    )
-    rtol = {"bf16-true": 2**-7, "32-true": 1e-5}[precision]  # torch rounds each operation to bf16
-    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-6)
-
-
-def test_fabric_raises_where_it_is_asked_to_and_clips_fused_optimizers_in_fp16(two):
-    ((said, skipped, scale, kept),) = two.run(1, cases.refuse_what_is_not_finite)
-    assert said.startswith("the total norm of the gradients is inf")
-    assert (skipped, scale, kept) == (True, 4.0, True)
-
-
-def test_strategies_of_fabric_that_step_by_themselves_are_refused():
-    strategy = type("DeepSpeedStrategy", (), {})()
-    with pytest.raises(ValueError, match="its DeepSpeedStrategy clips and steps by itself"):
-        prepare(SimpleNamespace(strategy=strategy))
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
+def test_the_guides_loops_in_fabric_are_bit_identical_to_those_without_it(two, precision):
+    (found,) = two.run(1, partial(cases.run_fabric, precision, ours=True))
+    n = cases.ROWS // cases.BATCH
+    expected = cases.train_by_hand([rows.tolist() for rows in found[:n]], precision, overflow=False)
+    assert_same_bits(found[n:], expected)

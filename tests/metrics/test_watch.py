@@ -65,14 +65,6 @@ def test_a_tracker_goes_on_where_another_stopped():
     assert second.history("train/loss_scale")[1].tolist() == [8.0, 4.0, 2.0, 1.0]
 
 
-def test_skipped_steps_that_are_no_number_are_counted_from_0():
-    tracker, scaler = fastamp.MetricsTracker(), fastamp.GradScaler("cpu")
-    tracker.log_scalar("train/skipped_steps", math.inf, 3)
-    tracker.watch(scaler, first_step=4)
-    overflowing_run(scaler, "cpu", {1})
-    assert tracker.history("train/skipped_steps")[1].tolist() == [math.inf, 1.0]
-
-
 def test_a_scaler_forgets_trackers_that_are_gone():
     scaler = fastamp.GradScaler("cpu")
     for _ in range(10):

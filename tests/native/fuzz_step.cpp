@@ -12,21 +12,21 @@
 
 namespace fuzz {
 
-using fastamp::DType;
+using fastamp::Format;
 
 namespace {
 
 float element(const fastamp::TensorView& view, int64_t i) {
-  const auto* at = static_cast<const char*>(view.data) + i * fastamp::size_of(view.dtype);
+  const auto* at = static_cast<const char*>(view.data) + i * fastamp::size_of(view.format);
   std::uint32_t bits = 0;
-  std::memcpy(&bits, at, as_size(fastamp::size_of(view.dtype)));
+  std::memcpy(&bits, at, as_size(fastamp::size_of(view.format)));
   const auto half = static_cast<std::uint16_t>(bits);
-  switch (view.dtype) {
-    case DType::kBFloat16:
+  switch (view.format) {
+    case Format::kBFloat16:
       return fastamp::to_float(fastamp::BFloat16{half});
-    case DType::kFloat16:
+    case Format::kFloat16:
       return fastamp::to_float(fastamp::Float16{half});
-    case DType::kFloat32:
+    default:
       break;
   }
   return fastamp::float_of(bits);
@@ -42,15 +42,15 @@ void fuzz_step(Input& input) {
   int64_t chunks = 0;
   const bool is_tame = input.take<std::uint8_t>() % 2 == 0;
   for (int64_t n = input.number(20); n > 0; --n) {
-    const auto dtype = static_cast<DType>(input.take<std::uint8_t>() % 3);
+    const auto format = static_cast<Format>(input.take<std::uint8_t>() % 3);
     const int64_t numel = 1 + input.number(70000 * (tensors.size() < 2 ? 2 : 0));
-    const int64_t nbytes = numel * fastamp::size_of(dtype);
+    const int64_t nbytes = numel * fastamp::size_of(format);
     memory.push_back(allocate(nbytes));
     input.fill(memory.back(), nbytes);
     if (is_tame)  // a positive exponent of 63 and below is finite in all three formats
-      for (int64_t i = fastamp::size_of(dtype) - 1; i < nbytes; i += fastamp::size_of(dtype))
+      for (int64_t i = fastamp::size_of(format) - 1; i < nbytes; i += fastamp::size_of(format))
         memory.back()[as_size(i)] &= 0x3f;
-    tensors.push_back({memory.back().get(), numel, dtype});
+    tensors.push_back({memory.back().get(), numel, format});
     chunks += fastamp::chunks_of(numel);
   }
   const float scale = input.take<float>();
@@ -89,7 +89,7 @@ void fuzz_step(Input& input) {
   for (const auto& view : tensors)
     for (int64_t i = 0; i < view.numel; ++i, ++at) {
       const float product = factor == 1.0F ? before[at] : before[at] * factor;
-      const bool is_exact = view.dtype == DType::kFloat32 || factor == 1.0F;
+      const bool is_exact = view.format == Format::kFloat32 || factor == 1.0F;
       if (is_exact) require(same(element(view, i), product), "a rescaled gradient");
     }
 }

@@ -106,12 +106,10 @@ def test_a_captured_step_replays_with_new_gradients_and_overflows(how, device):
 def test_a_count_of_skipped_steps_is_made_before_a_capture(monkeypatch):
     """Made inside, each replay would set it to 0."""
     scaler = fastamp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    assert [*scaler._skipped] == [torch.device("cpu")]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="the first step on cuda:0 is in the capture"):
         scaler._skipped.on(torch.device("cuda:0"))
-    assert len(scaler._skipped) == 1
+    assert not scaler._skipped
 
 
 @pytest.mark.cuda

@@ -159,10 +159,3 @@ def test_a_number_in_a_scalers_state_may_be_a_tensor_as_torch_takes_it(name, is_
         found.append((scaled, scaler.get_scale(), scaler._get_growth_tracker()))
     assert found[0] == found[1]
     assert 7 in found[1]
-
-
-def test_a_scale_that_is_a_tensor_is_bounded_as_a_number():
-    scaler = fastamp.GradScaler("cpu", init_scale=4.0, max_scale=8.0)
-    state = scaler.state_dict()
-    scaler.load_state_dict({**state, "scale": torch.tensor(32.0)})
-    assert scaler.scale(torch.ones(())).item() == 8.0

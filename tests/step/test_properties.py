@@ -1,6 +1,6 @@
 """The step against the oracle, on drawn lists of gradients for every backend.
 
-60 for each test and backend, or as many as `FASTAMP_EXAMPLES` says: 3,000 in `nox -s large`.
+60 for each test and backend, or as many as `FASTAMP_EXAMPLES` says: by hand 3,000.
 
 Element-wise results are compared bit for bit; so are the norms of 16-bit and 32-bit gradients. A
 tolerance applies to the other norms, which are not promised to the last bit: those of 64-bit

@@ -1,6 +1,6 @@
 """Updates of drawn lists of parameters: the compiled kernels get the oracle's bits.
 
-150 for each backend, or as many as `FASTAMP_EXAMPLES` says: 3,000 in `nox -s large`.
+150 for each backend, or as many as `FASTAMP_EXAMPLES` says: by hand 3,000.
 """
 
 import math

@@ -187,6 +187,7 @@ def test_dense_layouts_are_updated_as_they_lie(compiled, device):
 
 @pytest.mark.parametrize("begin", [0, 1, 5])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "fastamp.AdamW"])
+@pytest.mark.filterwarnings("ignore:AdamW steps in torch's operators")
 def test_parameters_that_share_memory_are_torchs(name, begin, compiled, device):
     memory = torch.ones(12, device=device)
     parameters = [torch.nn.Parameter(memory[at : at + 6]) for at in (begin, 0)]

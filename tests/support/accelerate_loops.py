@@ -43,18 +43,12 @@ def grads(model):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def zero_in_place(optimizer, model):
-    optimizer.zero_grad(set_to_none=False)
-
-
 def look(own, model, optimizer):
-    """Unscale the gradients, and return them before and after the step."""
+    """Clip the gradients, and return them before and after the step."""
     found = []
     for _ in range(3):
         backward(own, model)
         found.append(own.clip_grad_norm_(model.parameters(), 0.1))
-        if own.scaler is None or type(own.scaler) is not torch.amp.GradScaler:
-            own.unscale_gradients()  # Accelerate alone has unscaled them, and refuses it
         found += grads(model)
         optimizer.step()
         found += grads(model)
@@ -67,6 +61,21 @@ def clip_values_too(own, model, optimizer):
         backward(own, model)
         own.clip_grad_norm_(model.parameters(), 0.5)
         own.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def halve_the_gradients(own, model, optimizer):
+    """Change what was clipped: in place, and by other tensors."""
+    for i in range(4):
+        backward(own, model)
+        own.clip_grad_norm_(model.parameters(), 0.1)
+        for parameter in model.parameters():
+            if i % 2:
+                parameter.grad.data.mul_(0.5)
+            else:
+                parameter.grad = parameter.grad * 0.5
         optimizer.step()
         optimizer.zero_grad()
     return []
@@ -192,6 +201,7 @@ def freeze_a_layer(own, model, optimizer):
 PROGRAMS = {
     "look": (look, BOTH),
     "clip values too": (clip_values_too, NO),
+    "halve the gradients": (halve_the_gradients, BOTH),
     "leave out a step": (leave_out_a_step, NO),
     "give up a batch": (give_up_a_batch, NO),
     "clip every micro-batch": (clip_every_micro_batch, NO),

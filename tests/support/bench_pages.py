@@ -1,6 +1,6 @@
 """A page of every command of the bench, from small runs and from invented figures.
 
-`python tests/support/bench_pages.py FOLDER` writes them, to look at.
+`python tests/support/bench_pages.py FOLDER` writes them, to look at, and for browser.py beside it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fastamp.bench.trainer import Score
 TINY = Shape(layers=1, heads=2, width=32, block_size=16)
 COMMANDS = {
     "train": "train rl --precision bf16 --batch-size 4 --steps 12 --device cpu",
-    "step": "step --shapes 3x1000,2gx10 --work norm adamw-open --device cpu",
-    "loader": "loader --data tensors slow --device cpu",
+    "step": "step --rows in-a-loop/adamw in-a-loop/adamw-open --device cpu",
+    "loader": "loader --device cpu",
     "timer": "timer --device cpu",
-    "latency": "latency --batch-sizes 1,2 --device cpu",
+    "latency": "latency --batch-sizes 1 2 --device cpu",
 }
 QUICK = Plan(rounds=8, warmup=2, builds=(3,))
 ARMS = ("torch fp32", "fastamp fp32", "torch bf16", "fastamp bf16")
@@ -81,15 +81,10 @@ def make_results(*, speedups=(2.0,), added=1.0, gap=0.0, loss=1.0):
     )
 
 
-def small_tensors(generator):
-    """1,000 rows of 3."""
-    rows = torch.rand(1000, 3, generator=generator)
-    return loader.Data(TensorDataset(rows), 256, [rows])
-
-
-def slow_items(_generator):
-    """24 of them, for a whole pass in each of the race's rounds."""
-    return loader.Data(loader.Items(loader.wait, 24), 8)
+DATA = {  # a whole pass in each of the race's rounds
+    "tensors": ("1,000 rows of 3", 256, lambda: TensorDataset(torch.rand(1000, 3))),
+    "slow": ("24 items", 8, lambda: loader.Slow(24)),
+}
 
 
 def write(name, words, folder, patch):
@@ -110,8 +105,7 @@ def write_all(folder, patch):
     patch.setattr(cores, "_read", dict)
     patch.setattr(measure, "PLAN", Plan(build_s=0.01, builds=(3,)))
     patch.setattr(where, "BLOCKS", 3)
-    patch.setitem(loader.DATA, "tensors", small_tensors)
-    patch.setitem(loader.DATA, "slow", slow_items)
+    patch.setattr(loader, "DATA", DATA)
     for command in (step, loader, timer, latency):
         patch.setattr(command, "PLAN", QUICK)
     patch.setattr(latency, "SHAPES", {"cpu": TINY})

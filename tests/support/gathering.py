@@ -11,7 +11,7 @@ def gather(columns, rows, keys=None):
     rows = torch.as_tensor(rows)
     keys = torch.zeros(len(rows), dtype=torch.int64) if keys is None else torch.as_tensor(keys)
     rows = rows if columns.rows is None else columns.rows[rows]
-    rows = rows if columns.starts is None else columns.starts(rows, keys)
+    rows = rows if columns.starts is None else columns.starts(keys)
     parts = []
     for array, dtype in zip(columns.arrays, columns.dtypes, strict=True):
         # torch selects rows of uint16, uint32 and uint64, but not single numbers

@@ -1,4 +1,4 @@
-"""Parameters and gradients for the tests of fastamp.AdamW, and what its ranks run."""
+"""Parameters and gradients for the tests of lean optimizers, and what their ranks run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,25 @@ FORMATS = [
 ]
 
 
-def make(dtype, moments, exact, sizes=SIZES, **options):
+FAMILY = [("AdamW", *each) for each in FORMATS]
+FAMILY += [(name, *each) for name in ("SGD", "Lion") for each in FORMATS if each[1] != "float32"]
+OPTIONS = {
+    "AdamW": ({"lr": 1e-2}, {"lr": 3e-3, "betas": (0.3, 0.99)}),
+    "SGD": ({"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, {"nesterov": True, "lr": 0.3}),
+    "Lion": ({"lr": 1e-3, "weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.3, 0.9)}),
+}
+"""Of an optimizer, and of its second group."""
+
+
+def make(dtype, moments, exact, sizes=SIZES, name="AdamW", **options):
     """Return parameters, the same each time, and their optimizer with two groups."""
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(size, generator=generator).bfloat16() for size in sizes]
     made = [torch.nn.Parameter(each.to(device_in_use(), dtype)) for each in values]
-    groups = [{"params": made[:4]}, {"params": made[4:], "lr": 3e-3, "betas": (0.3, 0.99)}]
-    options = {"lr": 1e-2, "moments": moments, "exact": exact, **options}
-    return made, fastamp.AdamW([g for g in groups if g["params"]], **options)
+    own, of_second = OPTIONS[name]
+    groups = [{"params": made[:4]}, {"params": made[4:], **of_second}]
+    options = {**own, "moments": moments, "exact": exact, **options}
+    return made, getattr(fastamp, name)([g for g in groups if g["params"]], **options)
 
 
 def give(parameters, step, *, bad=False):
@@ -67,14 +78,15 @@ def model_of(dtype=torch.bfloat16):
     return torch.nn.Sequential(*layers, torch.nn.Linear(300, 5)).to(dtype)
 
 
-def spread_model(count):
+def spread_model(count, name="AdamW", *, exact=True):
     """Return the network, under FSDP2 if there are several ranks, and its optimizer in 8 bits."""
     model = model_of()
     if count > 1:
         for layer in model:
             fully_shard(layer)
         fully_shard(model)
-    return model, fastamp.AdamW(model.parameters(), lr=1e-2, moments="8bit")
+    options = {**OPTIONS[name][0], "moments": "8bit", "exact": exact}
+    return model, getattr(fastamp, name)(model.parameters(), **options)
 
 
 def checkpointed_run(folder, count, steps):
@@ -91,11 +103,11 @@ def checkpointed_run(folder, count, steps):
     return weights, states.get_optimizer_state_dict(model, optimizer, options=whole)
 
 
-def sharded_run(count, state, steps, first):
+def sharded_run(count, state, steps, first, name="AdamW", exact=True):  # noqa: FBT002
     """Train a model under FSDP2 on all ranks, or alone; return whole weights and a whole state."""
     from torch.distributed.checkpoint import state_dict as states
 
-    model, optimizer = spread_model(count)
+    model, optimizer = spread_model(count, name, exact=exact)
     whole = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
     if state is not None:
         weights, own = state
@@ -190,3 +202,16 @@ def _like(grad, parameter):
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(grad, parameter.device_mesh, parameter.placements)
+
+
+def tensor_parallel_refusal():
+    """Return what 8 bits say of a parameter that is sharded by its second dimension."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4, 128), mesh, [Shard(1)]))
+    try:
+        fastamp.AdamW([parameter], moments="8bit")
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -149,17 +149,19 @@ def fit(
         leave()
 
 
-def train_by_hand(batches: list[list[int]], precision: str) -> list[torch.Tensor]:
+def train_by_hand(
+    batches: list[list[int]], precision: str, *, overflow: bool = True
+) -> list[torch.Tensor]:
     """Train on the samples of all ranks together."""
     data, model = make_rows(), make_model()
     optimizer, schedule = make_optimizer(model.parameters())
     scaler = fastamp.GradScaler("cpu", 1024.0, enabled=precision == "16-mixed")
     for i, rows in enumerate(batches):
         x, y, _ = (torch.stack(column) for column in zip(*(data[row] for row in rows), strict=True))
-        context = torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed")
-        with context:
+        dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+        with torch.autocast("cpu", dtype, enabled=precision != "32-true"):
             loss = LOSS(model(x), y)
-        if i % 6 == OVERFLOW:
+        if overflow and i % 6 == OVERFLOW:
             loss = loss * math.inf
         scaler.scale(loss).backward()
         scaler.step(optimizer, max_norm=0.1, zero_grad=True)
@@ -169,82 +171,43 @@ def train_by_hand(batches: list[list[int]], precision: str) -> list[torch.Tensor
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def refuse_what_is_not_finite() -> tuple[str, bool, float, bool]:
-    """Return Fabric's error for an overflow, and what a step finds after it."""
+def run_fabric(precision: str, *, ours: bool) -> list[Any]:
+    """Train in Fabric, as the guide does or with Fabric's own clip and step; return the rest."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
-
-    from fastamp.integrations.fabric import prepare
-
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-    scaler = prepare(fabric)
-    assert plugin.scaler is scaler is prepare(fabric)
-    layer = torch.nn.Linear(3, 1)
-    model, optimizer = fabric.setup(layer, torch.optim.AdamW(layer.parameters(), fused=True))
-    fabric.backward(model(torch.ones(2, 3)).sum() * math.inf)
-    before, said = layer.weight.clone(), ""
-    try:
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    except RuntimeError as error:
-        said = str(error)
-    optimizer.step()
-    kept = torch.equal(layer.weight, before)
-    return said, scaler.last_step.skipped, scaler.get_scale(), kept
-
-
-def call_backward_of_the_loss(precision: str, is_prepared: bool) -> list[torch.Tensor]:  # noqa: FBT001
-    """Train in Fabric with `loss.backward()`, as its documentation allows; return the weights."""
-    from lightning.fabric import Fabric
-
-    from fastamp.integrations.fabric import prepare
-
-    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)  # type: ignore[arg-type]
-    if is_prepared:
-        prepare(fabric)
-    layer = make_model()
-    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=1e-2))
-    for x, y, _ in torch.utils.data.DataLoader(make_rows(), BATCH):
-        LOSS(model(x), y).backward()
-        fabric.clip_gradients(model, optimizer, max_norm=0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*layer.state_dict().values()]
-
-
-def run_fabric(precision: str, is_prepared: bool) -> list[Any]:  # noqa: FBT001
-    """Train in Fabric, with fastamp's step or Fabric's own; return all that a user can see."""
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins import MixedPrecision
-
-    from fastamp.integrations.fabric import prepare
 
     launch()
     try:
-        options: dict[str, Any] = {"precision": precision}
-        if precision == "16-mixed":
+        is_fp16 = precision == "16-mixed"
+        options: dict[str, Any] = {"precision": "32-true" if is_fp16 else precision}
+        if is_fp16 and not ours:
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-            options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+            options = {"plugins": [MixedPrecision(precision, "cpu", scaler)]}
         count = dist.get_world_size() if dist.is_initialized() else 1
         strategy = "ddp" if count > 1 else "auto"
         fabric = Fabric(accelerator="cpu", devices=count, strategy=strategy, **options)
-        prepared = prepare(fabric) if is_prepared else None
         fabric.launch()
         model = make_model()
-        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-2))
-        loader = fabric.setup_dataloaders(fastamp.DataLoader(make_rows(), BATCH, seed=0))
+        inside, schedule = make_optimizer(model.parameters())
+        wrapped, optimizer = fabric.setup(model, inside)
+        own = fastamp.GradScaler("cpu", 1024.0, enabled=is_fp16 and ours)
         seen = []
-        for i, (x, y, rows) in enumerate(loader):
-            fabric.backward(LOSS(wrapped(x), y))
-            if i % 3 == 2:
-                fabric.clip_gradients(wrapped, optimizer, clip_val=0.01)
-            else:
-                seen.append(fabric.clip_gradients(wrapped, optimizer, max_norm=0.1))
-            optimizer.step()
-            optimizer.zero_grad()
+        for x, y, rows in fabric.setup_dataloaders(fastamp.DataLoader(make_rows(), BATCH, seed=0)):
             seen.append(rows)
-        if prepared is not None:
-            assert prepared.last_step.way.startswith("native"), prepared.last_step.way
+            with torch.autocast("cpu", torch.float16, enabled=own.is_enabled()):
+                loss = LOSS(wrapped(x), y)
+            fabric.backward(own.scale(loss))
+            if own.is_enabled():
+                own.step(optimizer.optimizer, max_norm=0.1, zero_grad=True)
+                own.update()
+            elif ours:
+                report = fastamp.optimizer_step(optimizer.optimizer, max_norm=0.1, zero_grad=True)
+                assert report.way.startswith("native"), report.way
+            else:
+                fabric.clip_gradients(wrapped, optimizer, max_norm=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            schedule.step()
         return [*seen, *model.state_dict().values()]
     finally:
         leave()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import gc
@@ -199,13 +198,6 @@ def test_a_reset_forgets_and_open_regions_go_on(timer):
     assert {p: s.count for p, s in timer.summary().items()} == {"open": 1}
 
 
-def test_a_timer_keeps_no_trace(timer):
-    """torch.profiler shows the regions; see the next test."""
-    with pytest.raises(TypeError, match="unexpected keyword argument 'trace'"):
-        Timer("cpu", trace=True)
-    assert not hasattr(timer, "to_chrome_trace")
-
-
 def test_the_profiler_sees_the_regions_only_while_it_is_on(timer):
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with timer("started before"):
@@ -262,7 +254,7 @@ def test_a_device_without_a_clock_is_refused(device, error, message, monkeypatch
         pass
 
 
-@pytest.mark.parametrize(("name", "most"), [("cpu", 2), ("fallback", 6)])
+@pytest.mark.parametrize(("name", "most"), [("cpu", 2), ("fallback", 7)])
 def test_a_region_runs_few_functions(name, most):
     """The bench measures what a region costs; this counts, which no other process can change."""
     if name not in fastamp.backends():
@@ -282,19 +274,6 @@ def test_a_region_runs_few_functions(name, most):
     assert len(python) <= most, python
 
 
-def test_a_subclass_keeps_its_own_call(backend):
-    class Prefixed(Timer):
-        def __call__(self, name):
-            return super().__call__(f"my {name}")
-
-    for cls, expected in ((Prefixed, "my x"), (Timer, "x")):
-        timer = cls("cpu")
-        for _ in range(2):
-            with timer("x"):
-                pass
-        assert timer.summary()[expected].count == 2
-
-
 def test_a_wrong_stop_names_what_is_open_and_changes_nothing(timer):
     with pytest.raises(RuntimeError, match=r"stop\('x'\): no region is open in this thread"):
         timer.stop("x")
@@ -308,29 +287,6 @@ def test_a_wrong_stop_names_what_is_open_and_changes_nothing(timer):
         timer.stop("x")
     timer.stop("a(other)")
     assert {p: s.count for p, s in timer.summary().items()} == {"a(other)": 1, "a(other)/b": 1}
-
-
-def test_tasks_that_interleave_in_one_thread_have_a_timer_each(backend):
-    first, second = Timer("cpu"), Timer("cpu")
-
-    async def short(other_is_open):
-        with first("a"):
-            await other_is_open.wait()
-
-    async def long(is_open):
-        with second("b"), second("c"):
-            is_open.set()
-            await asyncio.sleep(0.02)
-
-    async def run():
-        is_open = asyncio.Event()
-        await asyncio.gather(short(is_open), long(is_open))
-
-    asyncio.run(run())
-    assert {path: s.count for path, s in first.summary().items()} == {"a": 1}
-    found = second.summary()
-    assert {path: s.count for path, s in found.items()} == {"b": 1, "b/c": 1}
-    assert found["b"].min >= found["b/c"].min >= 0.02
 
 
 def test_a_region_that_outlives_the_one_around_it_counts_until_then(timer):

@@ -29,7 +29,7 @@ from support.trainable import (
     run,
     train_to_the_end,
 )
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp.train import CheckpointError
@@ -70,20 +70,11 @@ def test_a_run_that_is_killed_again_and_again_comes_to_the_bit_to_the_same(tmp_p
     assert names(folder) == [f"step-{step:08d}.pt" for step in (56, 58, 60)]
 
 
-def generator():
-    return torch.Generator().manual_seed(3)
-
-
 DATASET = TensorDataset(*make_data())
 DATA = {
     "tensors": make_data,
     "dataset": lambda: DATASET,
     "loader of fastamp": lambda: fastamp.DataLoader(DATASET, 8, shuffle=True),
-    "loader of torch": lambda: DataLoader(DATASET, 8, shuffle=True),
-    "loader with a generator": lambda: DataLoader(DATASET, 8, shuffle=True, generator=generator()),
-    "sampler with a generator": lambda: DataLoader(
-        DATASET, 8, sampler=RandomSampler(DATASET, generator=generator())
-    ),
     "iterable dataset": lambda: Stream([*zip(*make_data(), strict=True)]),
     "iterable dataset that draws": lambda: NoisyStream([*zip(*make_data(), strict=True)]),
     "loader of a stream": lambda: fastamp.DataLoader(
@@ -91,6 +82,9 @@ DATA = {
     ),
     "loader that draws": lambda: DrawingLoader([*DataLoader(DATASET, 8)]),
     "list of samples": lambda: list(DATASET),
+}
+WITHOUT_STATE = {
+    "loader of torch": lambda: DataLoader(DATASET, 8, shuffle=True),
     "batches": lambda: DataLoader(list(DataLoader(DATASET, 7)), batch_size=None),
 }
 
@@ -167,15 +161,55 @@ def test_a_run_without_a_length_says_its_epochs(tmp_path, caplog):
     assert caplog.messages == [f"checkpoint_dir={tmp_path}: resumed at step 6 of 2 epochs"]
 
 
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("kind", [*DATA, *WITHOUT_STATE])
 def test_a_run_that_crashed_after_an_epoch_goes_on_to_the_bit(kind, tmp_path):
+    make = (DATA | WITHOUT_STATE)[kind]
     fields = {"epochs": 2, "checkpoint_every": None, "schedule": "constant"}
     fields |= {"max_steps": None, "warmup_steps": 0}
-    expected = outcome(*run(data=DATA[kind](), **fields))
+    expected = outcome(*run(data=make(), **fields))
     with pytest.raises(CrashError):
-        run(tmp_path, DATA[kind](), loss_fn=act_at(8, crash), **fields)
+        run(tmp_path, make(), loss_fn=act_at(8, crash), **fields)
     assert len(names(tmp_path)) == 1
-    assert outcome(*run(tmp_path, DATA[kind](), **fields)) == expected
+    assert outcome(*run(tmp_path, make(), **fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("checkpoint_every", {}), ("eval_every", {"checkpoint_every": None, "keep_best": True})],
+)
+def test_checkpoints_within_an_epoch_of_data_without_a_state_are_refused(name, fields, tmp_path):
+    data, fields = WITHOUT_STATE["loader of torch"], {"max_steps": 6, "eval_every": 3, **fields}
+    text = f"{name}: expected None.*, as train_data has no state_dict: checkpoints are written at"
+    with pytest.raises(ValueError, match=text):
+        run(tmp_path, data(), **fields)
+    assert names(tmp_path) == []
+    assert run(data=data(), **fields)[1].steps == 6
+    assert run(tmp_path, data(), **(fields | {name: None}))[1].steps == 6
+
+
+def test_a_signal_within_an_epoch_of_data_without_a_state_leaves_the_last_checkpoint(
+    tmp_path, caplog
+):
+    fields = {"max_steps": 16, "checkpoint_every": None}
+    loss_fn = act_at(8, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        run(tmp_path, WITHOUT_STATE["loader of torch"](), loss_fn=loss_fn, **fields)
+    assert names(tmp_path) == ["step-00000006.pt"]
+    assert caplog.messages[-1].endswith("at the end of an epoch: the last one stands")
+
+
+def test_a_run_that_ended_within_an_epoch_of_data_without_a_state_begins_the_next_one(tmp_path):
+    seen = []
+
+    class Told(TensorDataset):
+        def set_epoch(self, epoch):
+            seen.append(epoch)
+
+    for steps in (8, 13):  # an epoch has 6
+        fields = {"max_steps": steps, "schedule": "constant", "checkpoint_every": None}
+        run(tmp_path, DataLoader(Told(*make_data()), 8), **fields)
+    assert seen == [0, 1, 2]
+    assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (6, 8, 13)]
 
 
 SHUFFLED = {
@@ -213,7 +247,7 @@ def test_an_evaluation_leaves_the_order_of_what_training_draws_from(shared):
     if shared == "loader":
         data = held_out = fastamp.DataLoader(Noted(*make_data()), 16, shuffle=True, seed=1)
     else:
-        source = generator()
+        source = torch.Generator().manual_seed(3)
         data = DataLoader(Noted(*make_data()), 16, shuffle=True, generator=source)
         held_out = DataLoader(DATASET, 16, shuffle=True, generator=source)
     run(data=data, held_out=held_out, epochs=3, max_steps=None, checkpoint_every=None)
@@ -270,18 +304,6 @@ def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path):
     with pytest.raises(CrashError):
         run(tmp_path / "b", loss_fn=act_at(17, crash), **fields)
     assert run(tmp_path / "b", **fields)[1].best_checkpoint.name == result.best_checkpoint.name
-
-
-def test_an_iterator_resumes_where_it_was_in_its_only_pass(tmp_path):
-    fields = {"max_steps": 6, "checkpoint_every": 1}
-    expected = outcome(*run(data=iter(DataLoader(DATASET, 8)), **fields))
-    with pytest.raises(CrashError):
-        run(tmp_path, iter(DataLoader(DATASET, 8)), loss_fn=act_at(4, crash), **fields)
-    assert outcome(*run(tmp_path, iter(DataLoader(DATASET, 8)), **fields)) == expected
-    with pytest.raises(CrashError):
-        run(tmp_path / "b", iter(DataLoader(DATASET, 8)), loss_fn=act_at(4, crash), **fields)
-    with pytest.raises(ValueError, match="train_data: ended after 2 batches, and the checkpoint"):
-        run(tmp_path / "b", iter(list(DataLoader(DATASET, 8))[:2]), **fields)
 
 
 def test_the_newest_are_kept_and_leftovers_go(tmp_path):

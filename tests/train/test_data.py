@@ -72,13 +72,14 @@ def test_every_epoch_is_told_and_has_an_order_of_its_own(kind):
 @pytest.mark.parametrize("step", [4, 5])  # an epoch has 2 steps
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_epoch_is_told_its_number(kind, step, tmp_path):
-    fields = {"epochs": 3, "max_steps": None, "checkpoint_every": 1}
+    every = 1 if kind == "fastamp" else None
+    fields = {"epochs": 3, "max_steps": None, "checkpoint_every": every}
     expected = outcome(*run(data=LOADERS[kind](Noted()), **fields))
     with pytest.raises(CrashError):
         run(tmp_path, LOADERS[kind](Noted()), loss_fn=act_at(step, crash), **fields)
     data = Noted()
     assert outcome(*run(tmp_path, LOADERS[kind](data), **fields)) == expected
-    left = [*orders(3)][(step - 1) * 16 :]
+    left = [*orders(3)][(step - 1) // (every or 2) * (every or 2) * 16 :]
     assert data.seen[-len(left) :] == left
 
 

@@ -1,0 +1,179 @@
+"""The lean optimizers: torch's AdamW and SGD, and Lion, in fewer bytes."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fastamp.step.lean import Lean, refuse
+
+
+class AdamW(Lean):
+    """torch.optim.AdamW that keeps its moments, and the weights, in fewer bytes.
+
+    A step is one call of fastamp's core for all parameters: in `GradScaler.step`, in
+    `optimizer_step`, and in `step` alone. Without compiled code it is made in torch's operators,
+    with the same bits, but many times slower.
+
+    Bytes of a parameter and its state, beside the gradient: float32 has 12, as torch's; bfloat16
+    with `exact` has 4, and moments 8, 4 or 2 more.
+
+    **A bare `step` does not check gradients, as in torch. With `moments="8bit"` one that is not
+    finite spoils the moments of its whole block of 256 elements.** `optimizer_step` with a
+    `max_norm`, and an enabled `GradScaler`, skip such a step.
+
+    Args:
+        params: float32 or bfloat16 parameters, or groups of them.
+        lr: learning rate, a number or a 0-dim tensor.
+        betas: of the moments.
+        eps: added to the root of the second moment; at least 1e-12 with `moments="8bit"`, which
+            keeps moments below 2^-100 as zeros.
+        weight_decay: decoupled weight decay.
+        amsgrad: False; True is not supported.
+        maximize: maximize the objective.
+        foreach: has no effect: the update is always fused.
+        capturable: has no effect: on CUDA every step but the first can be captured in a graph.
+        differentiable: False; True is not supported.
+        fused: has no effect.
+        moments: how both moments are kept: "float32"; "bfloat16"; or "8bit", with a scale for each
+            block of 256 elements. There tensors of one dimension, of rows shorter than 64 elements,
+            or that are not contiguous, as channels_last, keep float32. The second moment
+            is rounded randomly, or it would not change.
+        exact: keep the lower 16 bits of bfloat16 parameters: all updates are bit-identical to those
+            of float32 weights. With False nothing is kept, and updates are rounded randomly.
+        seed: of random rounding; the same on all ranks. Bits depend on it, the count of steps and
+            the element: its first moment, its weight and its place in its row.
+
+    Raises:
+        ValueError: an argument is out of its range or not supported.
+        TypeError: a parameter that is not frozen is neither float32 nor bfloat16. float16 has too
+            few exponents for weights: updates below 6e-8 vanish.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64).bfloat16()
+        >>> optimizer = fastamp.AdamW(model.parameters(), moments="8bit")
+        >>> model(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+        >>> report = fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
+        >>> optimizer.state[model.weight]["exp_avg_codes"].dtype
+        torch.uint8
+    """
+
+    rule = "Adam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,  # noqa: ARG002
+        capturable: bool = False,  # noqa: ARG002
+        differentiable: bool = False,
+        fused: bool | None = None,  # noqa: ARG002
+        moments: str = "float32",
+        exact: bool = True,
+        seed: int = 0,
+    ) -> None:
+        refuse(AdamW, amsgrad=amsgrad, differentiable=differentiable)
+        shared: dict[str, Any] = {"moments": moments, "exact": exact, "seed": seed, "lr": lr}
+        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, **shared, **given, decoupled_weight_decay=True)
+
+
+class SGD(Lean):
+    """torch.optim.SGD that keeps its momentum, and the weights, in fewer bytes; see `AdamW`.
+
+    Args:
+        params: float32 or bfloat16 parameters, or groups of them.
+        lr: learning rate, a number or a 0-dim tensor.
+        momentum: of the gradients; 0 keeps no state but the lower halves of exact weights.
+        dampening: 0; others are not supported.
+        weight_decay: coupled weight decay.
+        nesterov: Nesterov's momentum.
+        maximize: maximize the objective.
+        foreach: has no effect.
+        differentiable: False; True is not supported.
+        fused: has no effect.
+        moments: how the momentum is kept, as in `AdamW`; in 16 and 8 bits it is rounded randomly.
+        exact: as in `AdamW`.
+        seed: as in `AdamW`.
+
+    Raises:
+        ValueError: an argument is out of its range or not supported.
+        TypeError: a parameter that is not frozen is neither float32 nor bfloat16.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64).bfloat16()
+        >>> optimizer = fastamp.SGD(model.parameters(), lr=0.1, momentum=0.9, moments="8bit")
+    """
+
+    rule = "SGD"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,  # noqa: FBT001, FBT002
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,  # noqa: ARG002
+        differentiable: bool = False,
+        fused: bool | None = None,  # noqa: ARG002
+        moments: str = "float32",
+        exact: bool = True,
+        seed: int = 0,
+    ) -> None:
+        refuse(SGD, differentiable=differentiable)
+        shared: dict[str, Any] = {"moments": moments, "exact": exact, "seed": seed, "lr": lr}
+        given = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        super().__init__(params, **shared, **given, weight_decay=weight_decay, maximize=maximize)
+
+
+class Lion(Lean):
+    """Lion, with its momentum and the weights in fewer bytes; see `AdamW`.
+
+    A parameter moves by `lr` times the sign of an average of gradients: Chen et al. 2023, "Symbolic
+    discovery of optimization algorithms", program 1. Its rate is 3 to 10 times smaller than
+    AdamW's, and its weight decay as many times larger.
+
+    Args:
+        params: float32 or bfloat16 parameters, or groups of them.
+        lr: learning rate, a number or a 0-dim tensor.
+        betas: of the average whose sign is taken, and of the momentum.
+        weight_decay: decoupled weight decay.
+        maximize: maximize the objective.
+        moments: how the momentum is kept, as in `AdamW`; in 16 and 8 bits it is rounded randomly.
+        exact: as in `AdamW`.
+        seed: as in `AdamW`.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        TypeError: a parameter that is not frozen is neither float32 nor bfloat16.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64).bfloat16()
+        >>> optimizer = fastamp.Lion(model.parameters(), lr=1e-4, weight_decay=0.1, moments="8bit")
+    """
+
+    rule = "Lion"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        moments: str = "float32",
+        exact: bool = True,
+        seed: int = 0,
+    ) -> None:
+        given = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, **given, moments=moments, exact=exact, seed=seed)
