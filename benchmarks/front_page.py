@@ -2,7 +2,7 @@
 
 `python benchmarks/front_page.py` writes both into README.md and docs/, from the records of the
 bench that are kept in benchmarks/results. `--measure` makes these records anew, on a quiet machine
-and in some 25 minutes; `--measure timer` one of them. `--check` writes nothing and exits with 1 if
+and in some 20 minutes; `--measure loader` one of them. `--check` writes nothing and exits with 1 if
 the pages are not what the records give. The record of a machine that was too noisy is not kept, and
 the status is 3: measure that command again.
 """
@@ -34,9 +34,7 @@ BEGIN, END = "<!-- by benchmarks/front_page.py -->\n", "<!-- end -->\n"
 COMMANDS = {  # of the bench, by the record that has their rows
     "step": "step",
     "loader": "loader",
-    "timer": "timer",
     "jobs": "all",
-    "amp": "train",
 }
 
 
@@ -60,33 +58,18 @@ def _task(name: str, text: str) -> Row:
 
 
 BY_HAND = "`index_select`, by hand"
+# Eight rows with that of a GPU, two of them without a gain; all others are in docs/how/measured.md.
 GROUPS = {
     "A part alone": [
-        _alone("step", "2000x1000/adamw-open", "step: 2,000 tensors of 1,000", "default AdamW"),
         _alone("step", "2000x1000/adamw", "step: 2,000 tensors of 1,000", "fused AdamW"),
         _alone("step", "gpt2/adamw", "step: GPT-2, 124 M", "fused AdamW"),
         _alone("loader", "tensors", "loader: rows of a TensorDataset", "DataLoader, item by item"),
         _alone("loader", "tensors", "loader: rows of a TensorDataset", BY_HAND, "of_plain"),
-        _alone("loader", "dicts", "loader: a plain Dataset of dicts", "DataLoader"),
-        _alone("loader", "slow", "loader: a plain Dataset, 1 ms an item", "DataLoader"),
-        _alone("timer", "timer", "timer: a region", "contextlib", "of_plain"),
     ],
     "A whole training": [
         _task("small-gpt", "two layers, 8 x 64 bytes"),
         _task("mlp", "784-256-10, batches of 256"),
-        _task("cnn", "3x32x32, cropped, flipped, 128"),
-        _task("lora", "192 small matrices, 4 x 64 bytes"),
         _task("images", "256 JPEGs to 224x224, 8"),
-        _task("rl", "4-64-64-2, batches of 64"),
-    ],
-    "A large model": [
-        Row(
-            "large model: GPT of 11.2 M",
-            "AMP alone",
-            "amp",
-            "training",
-            ("over_amp", "fastamp/bf16"),
-        )
     ],
 }
 ON_A_GPU = {  # rows of `bench step`, of which on_gpu.sh keeps the text
@@ -94,9 +77,8 @@ ON_A_GPU = {  # rows of `bench step`, of which on_gpu.sh keeps the text
 }
 GPU = "nvidia_h200"
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="1000"'
-# The record of `amp` needs a machine with bfloat16 units. It is older than builds.
-ABOUT = """Ratios: means over builds in fresh processes, 95 % intervals (`amp`: one build).
-Grey: no gain. `small-gpt` to `rl`: whole trainings, over torch's loop with its DataLoader. """
+ABOUT = """Ratios: means over builds in fresh processes, 95 % intervals. Grey: no gain.
+`small-gpt` to `images`: whole trainings, over torch's loop with its DataLoader. """
 
 
 class Found(NamedTuple):

@@ -179,7 +179,7 @@ for part in "${wanted[@]}"; do
     step) parts step 180 bench step --first 3 --limit 180 ;;
     tests) kept_s=75; tests tests 240; kept_s=0 ;;
     memcheck | racecheck) sanitize "$part" ;;
-    soak) piece soak 120 "$python" tests/support/gpu_soak.py --minutes 1 ;;
+    soak) piece soak 120 "$python" benchmarks/gpu_soak.py --minutes 1 ;;
     nccl) ranks ;;
     nvml) parts nvml 30 nvml ;;
     failed) parts failed 30 failed-kernel ;;

@@ -1,4 +1,4 @@
-// See threads.h.
+// Finds torch's OpenMP runtime and runs loops on its thread team.
 #include "parallel/threads.h"
 
 #include <dlfcn.h>

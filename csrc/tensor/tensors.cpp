@@ -1,4 +1,4 @@
-// See tensors.h.
+// Fills views of tensors from the exchange table that their type carries.
 #include "tensor/tensors.h"
 
 #include <algorithm>

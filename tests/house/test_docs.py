@@ -33,6 +33,7 @@ DESCRIBED = re.findall(r"^\.\. (?:auto|py:)(?!module)\w+:: (\w[\w.]*)", REFERENC
 # torchrun's, for one process
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 STRICTLY = """
+import logging
 import warnings
 import torch
 torch.set_num_threads(1)  # tiny sizes; several threads wait for each other on a busy machine
@@ -41,6 +42,9 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
 # Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6
 warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.`", FutureWarning)
+# torchao 0.18, of its CUDA code on a CPU and of torch 2.13
+logging.getLogger("torchao").setLevel("ERROR")
+logging.getLogger("torch.utils._pytree").setLevel("ERROR")
 """
 RUN_PAGE = """
 for program in {programs!r}:

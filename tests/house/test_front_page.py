@@ -32,6 +32,12 @@ def test_the_front_pages_are_what_the_records_give(front, capsys):
     assert front.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_eight_rows_are_shown_two_of_them_without_a_gain(front):
+    found = [row for rows in front.read_figures(front.read_records()).values() for row in rows]
+    assert len(found) == 8
+    assert sum(row.ratio.low <= 1 for row in found) == 2
+
+
 @pytest.mark.parametrize("name", ["README.md", "index.md", "gains.svg"])
 def test_a_figure_that_was_changed_by_hand_is_found(front, name, capsys):
     [path] = [path for path in (*front.PAGES, front.PICTURE) if path.name == name]
@@ -45,8 +51,8 @@ def test_a_figure_that_was_changed_by_hand_is_found(front, name, capsys):
 def test_a_new_record_changes_the_pages_and_the_picture(front):
     path = front.RESULTS / "loader.json"
     record = json.loads(path.read_text())
-    [slow] = [each for each in record["measurements"] if each["name"] == "speedup/slow"]
-    slow["interval"] = {"value": 3.21, "low": 3.2, "high": 3.22}
+    [rows] = [each for each in record["measurements"] if each["name"] == "speedup/tensors"]
+    rows["interval"] = {"value": 3.21, "low": 3.2, "high": 3.22}
     path.write_text(json.dumps(record))
     assert front.main(["--check"]) == 1
     assert front.main([]) == front.main(["--check"]) == 0
@@ -67,7 +73,7 @@ def test_the_picture_is_grey_where_nothing_is_gained(front):
 
 
 def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, monkeypatch, capsys):
-    kept = json.loads((front.RESULTS / "timer.json").read_text())
+    kept = json.loads((front.RESULTS / "loader.json").read_text())
     new = kept | {"losses": {"a": [1.0]}, "created": "2030-01-01"}
     new["races"] = {name: race | {"builds": [[[]], [[]]]} for name, race in kept["races"].items()}
     commands = []
@@ -78,24 +84,24 @@ def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, m
         Path(words[-1]).write_text(json.dumps(new))
 
     monkeypatch.setattr(front.subprocess, "run", run)
-    assert front.measure("timer") == ""
-    assert commands == [["-I", "-m", "fastamp.bench", "timer"]]
-    written = json.loads((front.RESULTS / "timer.json").read_text())
+    assert front.measure("loader") == ""
+    assert commands == [["-I", "-m", "fastamp.bench", "loader"]]
+    written = json.loads((front.RESULTS / "loader.json").read_text())
     races = {name: race | {"builds": 2} for name, race in kept["races"].items()}
     assert written == kept | {"created": "2030-01-01", "races": races}
     new |= {"noise": "the machine is too noisy", "losses": {}}
     monkeypatch.setattr(front, "make_picture", lambda _: "drawn")
-    assert front.main(["--measure", "timer"]) == 3
-    assert capsys.readouterr().out == "timer: the machine is too noisy; nothing is kept\n"
+    assert front.main(["--measure", "loader"]) == 3
+    assert capsys.readouterr().out == "loader: the machine is too noisy; nothing is kept\n"
     assert front.PICTURE.read_text() == "drawn"
-    assert json.loads((front.RESULTS / "timer.json").read_text()) == written
+    assert json.loads((front.RESULTS / "loader.json").read_text()) == written
 
 
 def test_the_rows_of_a_record_that_is_not_there_are_left_out(front):
-    (front.RESULTS / "timer.json").unlink()
+    (front.RESULTS / "loader.json").unlink()
     assert front.main(["--check"]) == 1
     assert front.main([]) == front.main(["--check"]) == 0
-    assert "timer: a region" not in next(iter(front.PAGES)).read_text()
+    assert "loader: rows" not in next(iter(front.PAGES)).read_text()
 
 
 def test_a_record_without_a_row_is_refused_by_the_name_of_the_row(front):

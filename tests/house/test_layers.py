@@ -1,4 +1,7 @@
-"""Who may include or import whom: the rules of the house stand in the tables below."""
+"""Who may include or import whom, and that each file says first what lives in it.
+
+The rules of the house stand in the tables below.
+"""
 
 from __future__ import annotations
 
@@ -143,6 +146,14 @@ def has_conditional(text: str) -> bool:
     return re.search(r"^\s*#\s*(if|ifdef|ifndef|elif)\b", text, re.MULTILINE) is not None
 
 
+def opening(path: Path) -> str:
+    """Return what a file says first: the docstring of Python, the comment of C++."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        return ast.get_docstring(ast.parse(text)) or ""
+    return re.match(r"(?://.*\n)*", text)[0].replace("/", "").strip()
+
+
 CXX = sources("csrc", "*.h", "*.cuh", "*.cpp", "*.cu")
 PYTHON = sources("fastamp", "*.py")
 LABORATORY = sources("benchmarks", "*.py")
@@ -243,6 +254,13 @@ def test_preprocessor_conditionals_live_in_one_file():
     found = [path.name for path in CXX if has_conditional(path.read_text())]
     assert found == ["macros.h"]
     assert has_conditional("int a;\n  #  ifdef __CUDACC__\n")
+
+
+def test_every_file_says_first_what_lives_in_it(tmp_path):
+    assert [path for path in (*CXX, *PYTHON, *LABORATORY) if len(opening(path)) < 15] == []
+    for name, text in {"bare.py": "x = 1\n", "bare.h": "#pragma once\n// late\n"}.items():
+        (tmp_path / name).write_text(text)
+        assert opening(tmp_path / name) == ""
 
 
 def test_no_two_modules_have_the_same_name():

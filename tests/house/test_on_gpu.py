@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import gpu_soak
 from support.emulated import count_launches, emulated_table, use_emulated
 
 import fastamp
@@ -374,7 +373,8 @@ def test_all_nans_are_one_number(script):
     assert bits.compare(zeros, theirs) == ["norm: 1 of 2 elements, from 1"]
 
 
-def test_the_soak_runs_on_a_cpu_and_finds_a_wrong_batch(monkeypatch, capsys):
+def test_the_soak_runs_on_a_cpu_and_finds_a_wrong_batch(script, monkeypatch, capsys):
+    gpu_soak = script("gpu_soak")
     assert gpu_soak.PASSES >= 40
     monkeypatch.setattr(gpu_soak, "PASSES", 8)
 

@@ -1,6 +1,6 @@
 """A soak of copies to a GPU: sums of batches are compared, and memory has to stay flat.
 
-    python tests/support/gpu_soak.py --batches 20000 --minutes 3
+    python benchmarks/gpu_soak.py --batches 20000 --minutes 3
 
 First `fastamp.prefetch` hands over batches of random sizes while the consumer bursts, is slow,
 keeps batches, drops them, and changes its stream. Then each way of a loader to the device is
@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,11 +32,11 @@ PASSES = 40  # at least: torch hands out 32 streams in turn, and keeps memory fo
 SLACK = {"device": 2**20, "pinned": 2**20, "process": 24 * 2**20}  # bytes that may be kept back
 
 
-def soak_prefetch(device: torch.device, batches: int, draw: random.Random) -> list[str]:
+def soak_prefetch(device: torch.device, batches: int, draw: random.Random) -> list[str]:  # noqa: C901
     """Return what was wrong with the batches."""
     sums: list[int] = []
 
-    def produce():
+    def produce() -> Iterator[torch.Tensor]:
         for i in range(batches):
             size = int(10 ** draw.uniform(0, 6.47)) % LARGEST + 1
             batch = torch.arange(i, i + size, dtype=torch.int64)
@@ -53,7 +54,7 @@ def soak_prefetch(device: torch.device, batches: int, draw: random.Random) -> li
     found: list[tuple[int, torch.Tensor]] = []
     weight = torch.randn(512, 512, device=device)
     iterator, current, problems = iter(fastamp.prefetch(produce(), device)), streams[0], []
-    choose = random.Random(1)
+    choose = random.Random(1)  # noqa: S311
     for i in range(batches):
         if on_gpu and choose.random() < 0.02:
             following = choose.choice(streams)
@@ -180,7 +181,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(words)
     device = torch.device(args.device)
-    problems = soak_prefetch(device, args.batches, random.Random(args.seed))
+    problems = soak_prefetch(device, args.batches, random.Random(args.seed))  # noqa: S311
     say(case=f"{args.batches} batches", ok=not problems, wrong=problems[:20])
     problems += check_loaders(device)
     problems += (grown := soak_memory(device, args.minutes, args.rows))
