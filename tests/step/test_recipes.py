@@ -186,6 +186,8 @@ def test_optimizers_that_scale_themselves(backend, device, optimizer, bad):
             warnings.simplefilter("ignore", FutureWarning)  # torch's, about the older protocol
             one_step(scaler, optimizer(parameters, lr=0.1), device)
         scaler.update()
+        if cls is fastamp.GradScaler:
+            assert scaler.skipped_steps == (bad is not None)
         return [parameters[0].detach(), parameters[0].grad, scaler.get_scale()]
 
     assert_alike(recipe)

@@ -38,6 +38,7 @@ def test_no_closure_is_none(backend):
     scaler.step(optimizer, None, max_norm=1.0)
     scaler.step(optimizer, closure=None, max_norm=9.0)
     assert scaler.last_step.norm.item() == pytest.approx(1.0)
+    assert scaler.last_step.way != "torch's: the step has arguments"
 
 
 CLIPS = {
