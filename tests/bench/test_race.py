@@ -287,7 +287,7 @@ def test_a_platform_that_counts_no_waiting_says_so(tmp_path, monkeypatch):
     assert Cores().waiting() is None
     race = Race(arms=["a", "b"], builds=[Build(arms=["a", "b"], rounds=[])])
     assert find_noise({"x": race}) == ""
-    assert record._describe_builds({"x": race})[0].endswith("others had: not counted here")
+    assert record._describe_builds({"x": race})[0].endswith("waited for a core: not counted here")
 
 
 def test_this_kernel_counts_a_thread_that_runs_or_does_not_count(monkeypatch):

@@ -1,10 +1,8 @@
-"""Fuzzed: the states of tracker and loader, and the options of config and loader."""
+"""Fuzzed: the states of loaders, and the options of config and loader."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import random
 from dataclasses import fields
 from pathlib import Path
@@ -19,51 +17,6 @@ from support.resumable import VARIANTS, make_loader
 import fastamp
 
 TORCH = str(Path(torch.__file__).parent)
-
-
-def log(tracker: fastamp.MetricsTracker, n: int, name: str = "x") -> None:
-    for step in range(n):
-        tracker.log_scalar(name, step / 7 if step % 5 else math.inf, step)
-
-
-class TrackerState(Target):
-    """What `MetricsTracker.load_state_dict` accepts can be logged to, read, and saved again."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        tracker = fastamp.MetricsTracker(8)
-        for n, name in ((1, "one"), (8, "full"), (33, "thinned"), (40, "train/skipped_steps")):
-            log(tracker, n, name)
-        self.valid = tracker.state_dict()
-
-    def make(self, rng: random.Random) -> Any:
-        return mutate(self.valid, rng, OBJECTS)
-
-    def fresh(self) -> fastamp.MetricsTracker:
-        tracker = fastamp.MetricsTracker(8)
-        log(tracker, 11, "before")
-        return tracker
-
-    def look(self, subject: fastamp.MetricsTracker) -> Any:
-        return subject.state_dict()
-
-    def load(self, subject: fastamp.MetricsTracker, given: Any) -> None:
-        subject.load_state_dict(given)
-
-    def use(self, subject: fastamp.MetricsTracker, given: Any, loaded: None) -> None:
-        saved = json.loads(json.dumps(subject.state_dict()))
-        again = fastamp.MetricsTracker(8)
-        again.load_state_dict(saved)
-        assert same(again.state_dict(), saved)
-        subject.watch(fastamp.GradScaler("cpu"), first_step=41)
-        before = subject.summary()
-        for n_more in (0, 3):
-            for name, stats in before.items():
-                log(subject, n_more, name)
-                steps, values = subject.history(name)
-                assert (steps.dtype.name, values.dtype.name) == ("int64", "float64")
-                assert len(steps) == len(values) > 0
-                assert subject.summary()[name].count == stats.count + n_more
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -227,7 +180,6 @@ class LoaderOptions(Target):
 
 
 TARGETS = {
-    "tracker": TrackerState,
     "loader_state": LoaderState,
     "config": Config,
     "loader_options": LoaderOptions,
