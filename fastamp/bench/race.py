@@ -134,7 +134,6 @@ class Case:
     skipped: Callable[[str], bool] = lambda _: False  # says whether a visit left out work
     calls: int = 1  # in a visit
     amounts: Mapping[str, float] = field(default_factory=dict)  # of a visit, by name of the rate
-    details: Mapping[str, dict[str, float]] = field(default_factory=dict)  # more figures, by arm
 
 
 @dataclass(kw_only=True)
