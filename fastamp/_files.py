@@ -1,6 +1,5 @@
 """Files that are written whole or not at all: beside the old one, then renamed over it."""
 
-import errno
 import os
 import secrets
 import stat
@@ -47,15 +46,6 @@ def write(path: Path, content: bytes) -> None:
         sync(target.parent)
     finally:
         part.unlink(missing_ok=True)
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; raise an OSError for others, as a pipe, which may block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "is not a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def sync(path: Path) -> None:

@@ -161,11 +161,6 @@ def with_absolute_path(text: str) -> str:
     return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else text
 
 
-def call_make(text: str, device: str, seed: int) -> Any:
-    """Call a task's function by its name, which can be pickled even if the function cannot."""
-    return find_make(text)(device, seed)
-
-
 def _import(place: str) -> ModuleType:
     """Import a module, or a file as Python runs a script: it can import what lies beside it.
 
