@@ -174,10 +174,10 @@ class Race:
         """Return the times of an arm's visits that count."""
         return [round_[arm].elapsed_s for round_ in self.rounds if not round_[arm].skipped]
 
-    def quartiles_s(self, arm: str) -> tuple[float, float, float]:
-        """Return the quartiles of an arm's times, NaN where no visit counts."""
-        low, middle, high = np.percentile(self.times_s(arm) or [math.nan], [25, 50, 75]).tolist()
-        return low, middle, high
+    def quartiles_s(self, arm: str) -> list[float]:
+        """Return the three quartiles of an arm's times, NaN where no visit counts."""
+        times_s = self.times_s(arm) or [math.nan]
+        return [float(each) for each in np.percentile(times_s, [25, 50, 75])]
 
     def skipped(self, arm: str) -> int:
         """Count the visits of an arm that left out work."""
@@ -236,17 +236,14 @@ def run_build(case: Case, plan: Plan, *, device: str = "cpu", seed: int = 0) -> 
             times_s.append(perf_counter() - start_s)
         return Visit(median(times_s), case.skipped(name))
 
-    def visit_all(order: list[str]) -> dict[str, Visit]:
-        return {name: visit(name) for name in order}
-
     build = Build(arms=[*case.arms], rounds=[])
     count, end_s = plan.warmup + (plan.rounds - plan.warmup) % 2, perf_counter() + plan.build_s
     while len(build.warmup) < count and (not build.warmup or perf_counter() < end_s):
-        build.warmup.append(visit_all(rng.permutation(build.arms).tolist()))
+        build.warmup.append({name: visit(name) for name in rng.permutation(build.arms).tolist()})
     cores, end_s, rounds = Cores(), perf_counter() + plan.build_s, build.rounds
     while len(rounds) + 2 <= plan.rounds - count and (not rounds or perf_counter() < end_s):
         order = rng.permutation(build.arms).tolist()
-        rounds += [visit_all(order), visit_all(order[::-1])]
+        rounds += [{name: visit(name) for name in each} for each in (order, order[::-1])]
     build.waiting = cores.waiting()
     return build
 
@@ -266,8 +263,7 @@ def collect(
         if not unfinished or (number > plan.builds[0] and perf_counter() > end_s):
             break
         for name, found in build(unfinished, number).items():
-            race = races.setdefault(name, Race(arms=found.arms, is_apart=is_apart))
-            race.builds.append(found)
+            races.setdefault(name, Race(arms=found.arms, is_apart=is_apart)).builds.append(found)
         tick()
         if number in plan.builds:
             unfinished = [n for n in unfinished if not races[n].is_narrow(plan.half_width)]
