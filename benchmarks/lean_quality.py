@@ -60,10 +60,10 @@ ARMS: dict[str, Maker] = {
     "lean, bf16 moments": (torch.bfloat16, partial(fastamp.AdamW, moments="bfloat16"), 1),
     "random": (torch.bfloat16, partial(fastamp.AdamW, moments="8bit", exact=False), 1),
     "nothing kept": (torch.bfloat16, AdamW, 1),
-    "SGD": (torch.float32, partial(SGD, momentum=0.9), 100),
-    "SGD, lean": (torch.bfloat16, partial(fastamp.SGD, momentum=0.9, moments="8bit"), 100),
-    "Lion": (torch.float32, fastamp.Lion, 0.2),
-    "Lion, lean": (torch.bfloat16, partial(fastamp.Lion, moments="8bit"), 0.2),
+    "SGD": (torch.float32, partial(SGD, momentum=0.9), 300),
+    "SGD, lean": (torch.bfloat16, partial(fastamp.SGD, momentum=0.9, moments="8bit"), 300),
+    "Lion": (torch.float32, fastamp.Lion, 0.4),
+    "Lion, lean": (torch.bfloat16, partial(fastamp.Lion, moments="8bit"), 0.4),
 }
 BESIDE = {"lean": "float32", "SGD, lean": "SGD", "Lion, lean": "Lion"}
 """The arm in float32 of each lean one."""
