@@ -88,8 +88,8 @@ def in_memory(
         msg = f"dataset: expected a map-style dataset, with __getitem__ and __len__, got {kind}"
         raise TypeError(msg)
     dataset = by_name(dataset)
-    columns = find_columns(dataset) if path is None else ""
-    if not isinstance(columns, str) and columns.then is None:
+    found = find_columns(dataset) if path is None else ""
+    if not isinstance(found, str) and found.then is None:
         return dataset
     if not len(dataset):
         msg = "dataset: expected at least one item, got an empty dataset"
@@ -136,15 +136,19 @@ def _probe(dataset: Any) -> tuple[dict[int, _Columns], TreeSpec]:
 
 
 def _are_equal(one: _Columns, other: _Columns) -> bool:
-    bits = lambda rows: rows.contiguous().view(torch.uint8)  # noqa: E731
-    return all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(_bits_of(a), _bits_of(b)) for a, b in pairs)
+
+
+def _bits_of(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)
 
 
 def _fill(dataset: Any, first: _Columns, spec: TreeSpec, columns: _Columns, **workers: Any) -> None:
     """Read all items into the columns."""
     row_nbytes, kinds = sum(row.nbytes for row in first), [*map(_kind_of, first)]
     size = max(1, min(_CHUNK_ROWS, _CHUNK_NBYTES // max(1, row_nbytes)))
-    loader = DataLoader(dataset, size, **workers)
+    loader: DataLoader[Any] = DataLoader(dataset, size, **workers)
     for begin, batch in zip(range(0, len(dataset), size), loader, strict=True):
         parts, found = tree_flatten(batch)
         if found != spec or [*map(_kind_of, parts)] != kinds:

@@ -46,6 +46,19 @@ def attempt(make: Make, job: tuple[Any, ...]) -> Made | Failed:
         return Failed(error)
 
 
+def reraise(error: Any) -> None:
+    """Raise the error of a batch."""
+    if not isinstance(error, BaseException):
+        try:
+            error.reraise()  # torch's wrapper: its frame refers to the error, and to the workers
+        except Exception as raised:  # noqa: BLE001 - raised below
+            error = raised.with_traceback(None)
+    try:
+        raise error
+    finally:
+        del error  # whose traceback refers to this frame
+
+
 def change(function: Callable[[Any], Any], made: Made | Failed) -> Made | Failed:
     """Return a batch as a function returns it, or its error; an error stays what it is."""
     if isinstance(made, Failed):

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, Sampler, SequentialS
 from fastamp._ops import untraced
 from fastamp.data.checks import as_integer, check_shardable, check_worker
 from fastamp.data.datasets import by_name
-from fastamp.data.making import Options, begin_pass, describe, find_source, no_pass
+from fastamp.data.making import Options, begin_pass, describe, find_batches, find_source, no_pass
 from fastamp.data.order import SeededSampler, Share, find_samplers, find_share
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import VERSION, Position, decode, encode, has_state
@@ -336,7 +336,7 @@ def check_state(loader: DataLoader[Any]) -> None:
 def identity_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return what two loaders must have in common for one to load the other's state."""
     own, is_stream = loader._fastamp, isinstance(loader.dataset, IterableDataset)
-    batches: Any = loader.batch_sampler if loader._auto_collation else loader.sampler
+    batches = find_batches(loader)
     source = "torch's default generator" if find_source(loader) is None else "a generator"
     has_length = not is_stream and hasattr(loader.dataset, "__len__")
     return {

@@ -9,13 +9,13 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, IterDataPipe, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp.data.arrays import Columns
 from fastamp.data.collate import BatchCollator, FasterCollate
-from fastamp.data.copies import copy_all, make_copies
+from fastamp.data.copies import CudaCopies, copy_all
 from fastamp.data.items import (
     Failed,
     Items,
@@ -93,6 +93,15 @@ def find_source(loader: Any) -> torch.Generator | None:
     return find_generator(find_samplers(loader)) or generator
 
 
+def find_batches(loader: Any) -> Any:
+    """Return what yields a loader's batches of indices, of the whole dataset, or its indices."""
+    if not loader._auto_collation:
+        return loader.sampler
+    if loader._fastamp.share is not None:
+        return BatchSampler(loader.sampler, loader.batch_size, loader.drop_last)
+    return loader.batch_sampler
+
+
 def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPass:
     """Begin a pass over a fastamp.DataLoader."""
     own: Options = loader._fastamp
@@ -135,11 +144,10 @@ class Making:
         if own.memory is None or own.memory.pinned != pinned:
             own.memory = Memory(pinned=pinned, max_bytes=own.max_bytes)
         self.memory = own.memory
-        batches = loader.sampler if self.single else loader.batch_sampler
         # A loader that was made anew from another one's attributes has its sampler.
         is_seeded = own.seed is None and isinstance(loader.sampler, SeededSampler)
         seed = loader.sampler.seed if is_seeded else own.seed
-        self.plan = Plan(batches, self.single, seed, own.share, find_source(loader))
+        self.plan = Plan(find_batches(loader), self.single, seed, own.share, find_source(loader))
 
     def begin(self) -> Iterator[Made | Failed]:
         """Return the batches, on their device."""
@@ -172,11 +180,11 @@ class Making:
 
     def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made | Failed]:
         """Return gathered batches; a thread gathers the next one, and begins its copy."""
-        copies: Any = make_copies(device)
+        copies = CudaCopies(device)
 
         def make(rows: Any, order: Order, number: int) -> Made:
-            with copies.thread():
-                return gathered.make(rows, order, number, copies.start)
+            copies.enter_thread()
+            return gathered.make(rows, order, number, copies.start)
 
         threads = Threads(1, "fastamp")
         ahead = in_threads(threads, make, self._jobs(), ahead=1)
@@ -228,8 +236,9 @@ class Making:
             become_worker(info, self._items(dataset), loader.worker_init_fn)
 
         make = partial(make_in_worker, torch.is_grad_enabled())
-        ahead = loader.prefetch_factor * count
-        return in_threads(Threads(count, "fastamp worker", begin), make, jobs, ahead=ahead)
+        with generators_kept():  # which torch's recipe for `worker_init_fn` seeds
+            threads = Threads(count, "fastamp worker", begin)
+        return in_threads(threads, make, jobs, ahead=loader.prefetch_factor * count)
 
     def _in_processes(self) -> Iterator[Made | Failed]:
         """Return the batches that torch's worker processes make of a map-style dataset."""
