@@ -47,9 +47,7 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device == torch.device(
-            "cuda"
-        ):  # the current device, which is another one in another thread
+        if device == torch.device("cuda"):  # the current one, which is another in other threads
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._reading: torch.cuda.Event | None = None  # ends copies out of the source's memory
