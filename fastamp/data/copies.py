@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import untraced
-from fastamp.data.items import Failed, Made, attempt, change
+from fastamp.data.items import Failed, Made, attempt, change, is_end
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
-from fastamp.data.runners import Threads, in_threads, is_end
+from fastamp.data.runners import Threads, in_threads
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")

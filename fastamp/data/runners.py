@@ -4,7 +4,6 @@ import _thread
 import contextlib
 import copy
 import ctypes
-import os
 import threading
 import time
 import weakref
@@ -19,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.items import Failed, Items, Made, Make, attempt, reraise
+from fastamp.data.items import Failed, Items, Made, Make, attempt, is_end, reraise
 from fastamp.data.sample_rng import Order
 
 
@@ -136,26 +135,18 @@ def in_threads(
     The first ones are under way when this returns.
     """
     under_way = deque(threads.submit(make, job) for job in islice(jobs, ahead))
-    return _in_order(threads, under_way, make, jobs, os.getpid())
+    return _in_order(threads, under_way, make, jobs)
 
 
 def _in_order(
-    threads: Threads, under_way: deque[Any], make: Any, jobs: Iterator[Any], pid: int
+    threads: Threads, under_way: deque[Any], make: Any, jobs: Iterator[Any]
 ) -> Iterator[Made | Failed]:
     while under_way:
-        if pid != os.getpid():
-            msg = "this iterator was made before the process forked: call iter() in the child"
-            raise RuntimeError(msg)
         made = [under_way.popleft().get()]
         if is_end(made[0]):
             return
         under_way.extend(threads.submit(make, job) for job in islice(jobs, 1))
         yield made.pop()  # which no frame holds
-
-
-def is_end(made: Made | Failed) -> bool:
-    """Say whether a runner that a thread runs has no more batches."""
-    return type(made) is Failed and isinstance(made.error, StopIteration)
 
 
 def become_worker(
