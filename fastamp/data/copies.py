@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -11,47 +10,16 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import untraced
-from fastamp.data.items import Failed, Made, attempt, change
+from fastamp.data.items import Failed, Made, attempt, change, is_end
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
-from fastamp.data.runners import Threads, in_threads, is_end
+from fastamp.data.runners import Threads, in_threads
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
 _LATE = 32  # batches that a consumer may be ahead of its stream
 _sides: dict[torch.device, torch.cuda.Stream] = {}
 """The side stream of each device. torch hands out 32 in turn, and keeps memory for each of them."""
-
-
-class Moves:
-    """Moves batches to a device that is not CUDA, or leaves them where they are."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
-        self.thread = self.on_device = nullcontext
-
-    def settle(self) -> None:
-        """Wait for nothing: a move has ended when it returns."""
-
-    def start(self, batch: Any) -> Any:
-        """Return a batch on the device."""
-        device = self._device
-        if device is None:
-            return batch
-        return map_tensors(lambda t: t.to(device), batch, movable=True)
-
-    def deliver(self, begun: Any) -> Any:
-        """Return a batch as it is."""
-        return begun
-
-
-def make_copies(device: torch.device | None) -> "CudaCopies | Moves":
-    """Return what brings batches to a device; see `CudaCopies`."""
-    if device is None or device.type != "cuda":
-        return Moves(device)
-    if device == torch.device("cuda"):  # the current device, which is another one in another thread
-        device = torch.device("cuda", torch.cuda.current_device())
-    return CudaCopies(device)
 
 
 class _Copied(NamedTuple):
@@ -79,18 +47,18 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device == torch.device("cuda"):  # the current one, which is another in other threads
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
         self._reading: torch.cuda.Event | None = None  # ends copies out of the source's memory
-        self._device, self.on_device = device, partial(torch.cuda.device, device)
         self._taken: deque[torch.cuda.Event] = deque()  # of the last batches
         if device not in _sides:
             _sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._side = _sides[device]
 
-    @contextmanager
-    def thread(self) -> Iterator[None]:
+    def enter_thread(self) -> None:
         """Set the copying thread's device."""
         torch.cuda.set_device(self._device)
-        yield
 
     def settle(self) -> None:
         """Wait until no copy reads memory that may be filled again."""
@@ -100,6 +68,13 @@ class CudaCopies:
 
     def __del__(self) -> None:
         self.settle()
+
+    def take(self, batches: Iterator[Made | Failed]) -> Made | Failed:
+        """Take the next batch, and begin its copy."""
+        self.settle()
+        made = next(batches)
+        with torch.cuda.device(self._device):
+            return change(self.start, made)
 
     def start(self, batch: Any, finish: Callable[[Any], Any] | None = None) -> tuple[Any, _Copied]:
         """Start the copy of a batch, finish it there, and return it as it will be."""
@@ -147,17 +122,7 @@ class CudaCopies:
         copied.taken.record(stream)
         for tensor in copied.tensors:
             tensor.record_stream(stream)
-        if not copied.others:
-            return batch
-        return map_tensors(lambda t: t.to(self._device), batch, movable=True)
-
-
-def begin_copy(copies: "CudaCopies | Moves", batches: Iterator[Made | Failed]) -> Made | Failed:
-    """Take the next batch, and begin its copy."""
-    copies.settle()
-    made = next(batches)
-    with copies.on_device():
-        return change(copies.start, made)
+        return to_device(self._device, batch) if copied.others else batch
 
 
 def copy_all(
@@ -172,20 +137,32 @@ def copy_all(
     Each is taken from its runner, and its copy begun, when it is asked for; on the way to CUDA with
     `ahead` one batch before that, and with `thread` one before that in a thread.
     """
-    copies, grad = make_copies(device), torch.is_grad_enabled()
-    take = partial(begin_copy, copies, batches)
+    copies = CudaCopies(device) if device is not None and device.type == "cuda" else None
+    grad = torch.is_grad_enabled()
+
+    def take() -> Made | Failed:
+        if copies is not None:
+            return copies.take(batches)
+        made = next(batches)
+        return made if device is None else change(partial(to_device, device), made)
 
     def take_in_thread() -> Made | Failed:
         torch.set_grad_enabled(grad)
-        with copies.thread():
-            return take()
+        if copies is not None:
+            copies.enter_thread()
+        return take()
 
     taken: Iterator[Made | Failed] = iter(take, None)
     if thread:
         taken = in_threads(Threads(1, "fastamp"), take_in_thread, repeat(()), ahead=1)
-    elif ahead and isinstance(copies, CudaCopies):
+    elif ahead and copies is not None:
         taken = one_ahead(take)
-    return map(partial(change, copies.deliver), taken)
+    return taken if copies is None else map(partial(change, copies.deliver), taken)
+
+
+def to_device(device: torch.device, batch: Any) -> Any:
+    """Return a batch on a device, when its tensors and objects are there."""
+    return map_tensors(lambda t: t.to(device), batch, movable=True)
 
 
 def one_ahead(take: Callable[[], Made | Failed]) -> Iterator[Made | Failed]:

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.sample_rng import Batch, Order, current
+from fastamp.data.sample_rng import Order, drawing
 
 Collate = Callable[[Any], Any]
 
@@ -46,6 +47,24 @@ def attempt(make: Make, job: tuple[Any, ...]) -> Made | Failed:
         return Failed(error)
 
 
+def reraise(error: Any) -> None:
+    """Raise the error of a batch."""
+    if not isinstance(error, BaseException):
+        try:
+            error.reraise()  # torch's wrapper: its frame refers to the error, and to the workers
+        except Exception as raised:  # noqa: BLE001 - raised below
+            error = raised.with_traceback(None)
+    try:
+        raise error
+    finally:
+        del error  # whose traceback refers to this frame
+
+
+def is_end(made: Made | Failed) -> bool:
+    """Say whether what makes batches has no more of them."""
+    return type(made) is Failed and isinstance(made.error, StopIteration)
+
+
 def change(function: Callable[[Any], Any], made: Made | Failed) -> Made | Failed:
     """Return a batch as a function returns it, or its error; an error stays what it is."""
     if isinstance(made, Failed):
@@ -64,12 +83,6 @@ def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
     return getattr(inner, "__getitems__", None) and dataset.__getitems__
 
 
-def _note_index(error: Exception, index: Any) -> None:
-    """Add to an error which item has raised it."""
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
-
-
 class Items:
     """Makes batches of a map-style dataset: items, and a collate function."""
 
@@ -81,28 +94,25 @@ class Items:
 
     def make(self, rows: Any, order: Order, number: int) -> Made:
         """Return the batch of some rows. The error of an item names its index."""
-        start_s, before, index = time.perf_counter(), current.sample, rows
-        cell = current.sample = Batch(order)
-        cell.number = number
-        try:
-            if self._single:
-                samples = self.dataset[rows]
-            elif self._together is not None:
-                samples = self._together(as_list(rows))
-            else:
-                samples, dataset = [], self.dataset
-                for cell.number, index in enumerate(as_list(rows), number):
-                    samples.append(dataset[index])
-            made_s, index = time.perf_counter(), None
+        start_s, index = time.perf_counter(), rows
+        with drawing(order, number) as cell:
+            try:
+                if self._single:
+                    samples = self.dataset[rows]
+                elif self._together is not None:
+                    samples = self._together(index := as_list(rows))
+                else:
+                    samples, dataset = [], self.dataset
+                    for cell.number, index in enumerate(as_list(rows), number):
+                        samples.append(dataset[index])
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
+                raise
+            made_s = time.perf_counter()
             cell.number = ~number
             batch = self.collate_fn(samples)
             end_s = time.perf_counter()
-        except Exception as error:
-            if index is not None:
-                _note_index(error, index if self._together is None else as_list(rows))
-            raise
-        finally:
-            current.sample = before
         if self._pins:
             batch = pin_memory(batch)  # type: ignore[no-untyped-call]
         return Made(batch, made_s - start_s, end_s - made_s)
@@ -159,34 +169,16 @@ def hand_on(batch: Any) -> Any:
     return batch
 
 
-class Stream(Iterator[Made | Failed]):
-    """Reads an iterable dataset in the loop's thread, by torch's iterator."""
+def read(batches: Iterator[Any], order: Order, first: int) -> Iterator[Made | Failed]:
+    """Yield the batches of torch's iterator over an iterable dataset, from the number of one on."""
 
-    def __init__(self, batches: Any, dataset: Any, order: Order, state: Any) -> None:
-        """Begin torch's iterator over the batches, at a state of the dataset or at the start."""
-        self.number, self._cell = 0, Batch(order)
-        if state is not None:
-            dataset.load_state_dict(state)
-        self._batches = self._draw(iter, batches)
-        if state is not None and self._batches._dataset_fetcher.dataset_iter is dataset:
-            dataset.load_state_dict(state)  # its `__iter__` may have begun anew
-
-    def __next__(self) -> Made | Failed:
+    def make(number: int) -> Made:
         start_s = time.perf_counter()
-        try:
-            return Made(self._draw(next, self._batches), time.perf_counter() - start_s)
-        except StopIteration:
-            raise
-        except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
-            return Failed(error)
-        finally:
-            self.number += 1
+        with drawing(order, number):
+            return Made(next(batches), time.perf_counter() - start_s)
 
-    def _draw(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call a function in which `sample_rng` has the generators of the next batch."""
-        before, self._cell.number = current.sample, self.number
-        current.sample = self._cell
-        try:
-            return function(argument)
-        finally:
-            current.sample = before
+    for number in count(first):
+        made = [attempt(make, (number,))]
+        if is_end(made[0]):
+            return
+        yield made.pop()  # which no frame holds

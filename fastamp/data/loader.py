@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, Sampler, SequentialS
 from fastamp._ops import untraced
 from fastamp.data.checks import as_integer, check_shardable, check_worker
 from fastamp.data.datasets import by_name
-from fastamp.data.making import Options, begin_pass, describe, find_source, no_pass
+from fastamp.data.making import Options, begin_pass, describe, find_batches, find_source, no_pass
 from fastamp.data.order import SeededSampler, Share, find_samplers, find_share
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import VERSION, Position, decode, encode, has_state
@@ -204,8 +204,9 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         own = self._fastamp
         epoch = as_integer("epoch", epoch, least=0, optional=False)
-        own.begin_at(own.next if own.next.epoch == epoch else Position(epoch=epoch), self.sampler)
-        own.find_pass, own.told_epoch = no_pass, epoch
+        position = own.next if own.next.epoch == epoch else Position(epoch)
+        own.begin_at(replace(position, told_epoch=epoch), self.sampler)
+        own.find_pass = no_pass
         for sampler in find_samplers(self):
             tell = getattr(sampler, "set_epoch", None)
             if tell is not None:
@@ -249,8 +250,7 @@ class DataLoader(TorchDataLoader[T_co]):
             at_once = (self.batch_size or 1) * own.share.ranks
             had = position.consumed + position.batch * at_once
             position.batch, position.consumed = 0, min(had, len(self.dataset))  # type: ignore[arg-type]
-        state = {"version": VERSION, **identity_of(self), "told_epoch": own.told_epoch}
-        return {**state, **encode(position)}
+        return {"version": VERSION, **identity_of(self), **encode(position)}
 
     def load_state_dict(self, state: Any) -> None:
         """Let the next pass resume where `state_dict` was called.
@@ -265,12 +265,12 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         check_state(self)
         own = self._fastamp
-        position, told_epoch = decode(state, identity_of(self))
+        position = decode(state, identity_of(self))
         if position.dataset_state is not None and not has_state(self.dataset):
             msg = f"state: its dataset_state: {type(self.dataset).__name__} has no load_state_dict"
             raise ValueError(msg)
-        if told_epoch is not None:
-            self.set_epoch(told_epoch)
+        if position.told_epoch is not None:
+            self.set_epoch(position.told_epoch)
         source = find_source(self)
         if position.sample_seed is None and position.generator is not None:  # between two passes
             if source is not None:
@@ -292,7 +292,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """Leave out statistics, memory and workers, which a copy begins anew."""
         own = self._fastamp
         clone = Options(own.device, own.seed, own.share, own.worker, own.max_bytes)
-        clone.next, clone.told_epoch = replace(own.next), own.told_epoch
+        clone.next = replace(own.next)
         return {**vars(self), "_fastamp": clone}
 
     def check_worker_number_rationality(self) -> None:
@@ -336,7 +336,7 @@ def check_state(loader: DataLoader[Any]) -> None:
 def identity_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return what two loaders must have in common for one to load the other's state."""
     own, is_stream = loader._fastamp, isinstance(loader.dataset, IterableDataset)
-    batches: Any = loader.batch_sampler if loader._auto_collation else loader.sampler
+    batches = find_batches(loader)
     source = "torch's default generator" if find_source(loader) is None else "a generator"
     has_length = not is_stream and hasattr(loader.dataset, "__len__")
     return {

@@ -1,5 +1,6 @@
 """Who makes the batches of a pass over a loader, and out of what."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,26 +10,26 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, IterDataPipe, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp.data.arrays import Columns
 from fastamp.data.collate import BatchCollator, FasterCollate
-from fastamp.data.copies import copy_all, make_copies
+from fastamp.data.copies import CudaCopies, copy_all
 from fastamp.data.items import (
     Failed,
     Items,
     Made,
-    Stream,
     WorkerItems,
     WorkerJobs,
     as_list,
     change,
     hand_on,
+    read,
 )
 from fastamp.data.memory import Memory, can_pin
-from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers
+from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers, seeded
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
 from fastamp.data.runners import (
@@ -39,7 +40,7 @@ from fastamp.data.runners import (
     make_in_worker,
     own_copy,
 )
-from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_kept
+from fastamp.data.sample_rng import Order, draw_seed, drawing, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns, why_not
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -70,7 +71,6 @@ class Options:
     max_bytes: int
     next: Position = field(default_factory=Position)
     """Where the next pass begins."""
-    told_epoch: int | None = None
     find_pass: Callable[[], LoaderPass | None] = no_pass
     """Returns the pass that began last, while it lives."""
     stats: LoaderStats = field(default_factory=LoaderStats)
@@ -78,7 +78,7 @@ class Options:
     base_seed: int | None = None
     """Of the workers, once a pass has begun."""
     inner: Any = None
-    """torch's loader whose workers persist, and what stands in the dataset's place."""
+    """torch's loader, whose workers persist."""
 
     def begin_at(self, position: Position, sampler: Any) -> None:
         """Let the next pass begin at this position."""
@@ -93,24 +93,25 @@ def find_source(loader: Any) -> torch.Generator | None:
     return find_generator(find_samplers(loader)) or generator
 
 
+def find_batches(loader: Any) -> Any:
+    """Return what yields a loader's batches of indices, of the whole dataset, or its indices."""
+    if not loader._auto_collation:
+        return loader.sampler
+    if loader._fastamp.share is not None:
+        return BatchSampler(loader.sampler, loader.batch_size, loader.drop_last)
+    return loader.batch_sampler
+
+
 def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPass:
     """Begin a pass over a fastamp.DataLoader."""
-    own: Options = loader._fastamp
-    if loader.timeout and not loader.num_workers:
-        msg = f"timeout: expected 0 without workers, got {loader.timeout}"
-        raise AssertionError(msg)  # as torch's
-    if loader.num_workers and not loader.prefetch_factor:
-        msg = f"prefetch_factor must be greater than 0, got {loader.prefetch_factor}"
-        raise AssertionError(msg)  # as torch's
-    sampler = loader.sampler
+    own, sampler = loader._fastamp, loader.sampler
     if isinstance(sampler, SeededSampler) and sampler.told is not None:
         if sampler.told != own.next.epoch:
             loader.set_epoch(sampler.told)
         sampler.told = None
     position = replace(own.next)
-    making = Making(loader, own, position, device)
-    batches = making.begin()
-    own.begin_at(Position(epoch=position.epoch + 1), sampler)
+    batches = Making(loader, position, device).begin()
+    own.begin_at(Position(position.epoch + 1, told_epoch=position.told_epoch), sampler)
     begun = LoaderPass(batches, position, own.stats, loader.__len__)
     own.find_pass = ref(begun)
     return begun
@@ -120,26 +121,20 @@ class Making:
     """Chooses what makes the batches of a pass, and who."""
 
     def __init__(
-        self,
-        loader: Any,
-        own: Options,
-        position: Position,
-        device: torch.device | str | int | None,
+        self, loader: Any, position: Position, device: torch.device | str | int | None
     ) -> None:
-        self.loader, self.own, self.position = loader, own, position
+        self.loader, self.own, self.position = loader, loader._fastamp, position
         self.device = None if device is None else torch.device(device)
-        self.single = not loader._auto_collation
-        self.pins = loader.pin_memory and can_pin()
+        self.single, seed = not loader._auto_collation, self.own.seed
+        if seed is None and isinstance(loader.sampler, SeededSampler):
+            seed = loader.sampler.seed  # the loader was made anew of another one's attributes
+        self.plan = Plan(
+            find_batches(loader), self.single, seed, self.own.share, find_source(loader)
+        )
         on_cuda = self.device is not None and self.device.type == "cuda"
         pinned = (loader.pin_memory or on_cuda) and can_pin()
-        if own.memory is None or own.memory.pinned != pinned:
-            own.memory = Memory(pinned=pinned, max_bytes=own.max_bytes)
-        self.memory = own.memory
-        batches = loader.sampler if self.single else loader.batch_sampler
-        # A loader that was made anew from another one's attributes has its sampler.
-        is_seeded = own.seed is None and isinstance(loader.sampler, SeededSampler)
-        seed = loader.sampler.seed if is_seeded else own.seed
-        self.plan = Plan(batches, self.single, seed, own.share, find_source(loader))
+        if self.own.memory is None or self.own.memory.pinned != pinned:
+            self.own.memory = Memory(pinned=pinned, max_bytes=self.own.max_bytes)
 
     def begin(self) -> Iterator[Made | Failed]:
         """Return the batches, on their device."""
@@ -150,7 +145,7 @@ class Making:
             dataset.load_state_dict(state)
         if isinstance(columns, Columns):
             items = Items(dataset, loader.collate_fn, single=False)
-            gathered = Gathered(columns, self.memory, items, self.own.max_bytes)
+            gathered = Gathered(columns, self.own.memory, items, self.own.max_bytes)
             if device is None or is_same(gathered.device, device):
                 device = None
             elif device.type == "cuda" and gathered.device.type == "cpu":
@@ -172,31 +167,29 @@ class Making:
 
     def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made | Failed]:
         """Return gathered batches; a thread gathers the next one, and begins its copy."""
-        copies: Any = make_copies(device)
+        copies = CudaCopies(device)
 
         def make(rows: Any, order: Order, number: int) -> Made:
-            with copies.thread():
-                return gathered.make(rows, order, number, copies.start)
+            copies.enter_thread()
+            return gathered.make(rows, order, number, copies.start)
 
-        threads = Threads(1, "fastamp")
-        ahead = in_threads(threads, make, self._jobs(), ahead=1)
+        ahead = in_threads(Threads(1, "fastamp"), make, self._jobs(), ahead=1)
         return map(partial(change, copies.deliver), ahead)
 
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
-        collate_fn = self.loader.collate_fn
+        collate_fn, memory = self.loader.collate_fn, self.own.memory
         if type(collate_fn) is BatchCollator and not in_process:
-            collate_fn = collate_fn.with_memory(self.memory)
+            collate_fn = collate_fn.with_memory(memory)
         elif collate_fn is default_collate:
-            collate_fn = FasterCollate(Memory() if in_process else self.memory)
-        return Items(dataset, collate_fn, single=self.single, pins=self.pins and not in_process)
+            collate_fn = FasterCollate(Memory() if in_process else memory)
+        pins = self.loader.pin_memory and can_pin() and not in_process
+        return Items(dataset, collate_fn, single=self.single, pins=pins)
 
-    def _source(self, *, apart: bool) -> torch.Generator:
-        """Return what the seed of workers is drawn from, or one apart: for a pass begun again."""
-        own, position, generator = self.own, self.position, self.loader.generator
-        if apart:
-            return torch.Generator().manual_seed(position.sample_seed or 0)
+    def _source(self) -> torch.Generator:
+        """Return what the seed of workers is drawn from, as torch does, if there is no `seed`."""
+        own, generator = self.own, self.loader.generator
         if generator is None and own.seed is not None and own.share is None:
-            return torch.Generator().manual_seed(own.seed + position.epoch)
+            return seeded(own.seed + self.position.epoch)
         return torch.default_generator if generator is None else generator
 
     def _jobs(self, same: torch.Generator | None = None) -> Iterator[Any]:
@@ -206,11 +199,12 @@ class Making:
     def _draw_base(self, same: torch.Generator | None, apart: bool) -> None:  # noqa: FBT001
         """Draw the seed of workers as torch's iterators do; workers that persist keep theirs.
 
-        `same` becomes the generator that torch's own iterator draws the same seed from.
+        `same` becomes the generator that torch's own iterator draws the same seed from. A pass
+        that is begun again draws it apart from the program's generators.
         """
         own, position, seed = self.own, self.position, self.plan.seed
         if own.base_seed is None or not self.loader.persistent_workers:
-            source = self._source(apart=apart)
+            source = seeded(position.sample_seed or 0) if apart else self._source()
             if same is not None:
                 same.set_state(source.get_state())
             own.base_seed = draw_seed(source)
@@ -218,34 +212,30 @@ class Making:
             position.sample_seed = own.base_seed if seed is None else seed
 
     def _in_threads(self) -> Iterator[Made | Failed]:
-        loader, own, count = self.loader, self.own, self.loader.num_workers
-        jobs = self._jobs()
+        loader, count, jobs = self.loader, self.loader.num_workers, self._jobs()
 
         def begin(number: int) -> None:
-            dataset = own_copy(loader.dataset)
-            info = SimpleNamespace(id=number, num_workers=count, dataset=dataset)
-            info.seed, info.rng = (own.base_seed or 0) + number, None  # as in torch's workers
-            become_worker(info, self._items(dataset), loader.worker_init_fn)
+            seed = (self.own.base_seed or 0) + number  # as in torch's workers
+            info = SimpleNamespace(id=number, num_workers=count, seed=seed, rng=None)
+            info.dataset = own_copy(loader.dataset)
+            become_worker(info, self._items(info.dataset), loader.worker_init_fn)
 
+        with generators_kept():  # which torch's recipe for `worker_init_fn` seeds
+            threads = Threads(count, "fastamp worker", begin)
         make = partial(make_in_worker, torch.is_grad_enabled())
-        ahead = loader.prefetch_factor * count
-        return in_threads(Threads(count, "fastamp worker", begin), make, jobs, ahead=ahead)
+        return in_threads(threads, make, jobs, ahead=max(1, loader.prefetch_factor * count))
 
     def _in_processes(self) -> Iterator[Made | Failed]:
         """Return the batches that torch's worker processes make of a map-style dataset."""
         loader, own, same = self.loader, self.own, torch.Generator()
-        placed = self._jobs(same)
+        jobs = self._jobs(same)
         if own.inner is not None:
-            inner, jobs = own.inner
-            jobs.jobs = placed
-            return iter(inner)
-        jobs = WorkerJobs(placed)
+            order = own.inner.sampler if self.single else own.inner.batch_sampler
+            order.jobs = jobs
+            return iter(own.inner)
         items = WorkerItems(self._items(loader.dataset, in_process=True), loader.worker_init_fn)
-        inner = self._torchs(
-            items, same, collate_fn=hand_on, worker_init_fn=items.init_worker, **self._by(jobs)
-        )
-        if loader.persistent_workers:
-            own.inner = inner, jobs
+        inner = self._torchs(items, same, WorkerJobs(jobs), items.init_worker)
+        own.inner = inner if loader.persistent_workers else None
         return iter(inner)
 
     def _as_torch(self) -> Iterator[Made | Failed]:
@@ -257,51 +247,57 @@ class Making:
         loader, own, inner = self.loader, self.own, self.own.inner
         is_stream = isinstance(loader.dataset, IterableDataset)
         if inner is None:
-            if is_stream:
-                source, how = self._source(apart=False), self._sizes()
-            else:
-                source = torch.Generator()
-                how = self._by(as_list(rows) for rows, *_ in self._jobs(source))
-            how["worker_init_fn"] = loader.worker_init_fn
-            inner = self._torchs(loader.dataset, source, collate_fn=loader.collate_fn, **how)
+            source, order = self._source() if is_stream else torch.Generator(), None
+            if not is_stream:
+                order = (as_list(rows) for rows, *_ in self._jobs(source))
+            inner = self._torchs(loader.dataset, source, order, loader.worker_init_fn)
             own.inner = inner if is_stream and loader.persistent_workers else None
         return map(Made, iter(inner))
 
-    def _by(self, indices: Any) -> dict[str, Any]:
-        """Return the arguments of torch's loader for an order of batches, or of single samples."""
-        if self.single:
-            return {"batch_size": None, "sampler": indices}
-        return {"batch_sampler": indices}
-
-    def _torchs(self, dataset: Any, generator: torch.Generator, **how: Any) -> Any:
+    def _torchs(
+        self, dataset: Any, generator: torch.Generator, order: Any, worker_init_fn: Any = None
+    ) -> Any:
         """Return torch's loader with the options of this one; its own thread pins the batches."""
-        options = {name: getattr(self.loader, name) for name in _OPTIONS}
+        loader = self.loader
+        options = {name: getattr(loader, name) for name in _OPTIONS}
         options["generator"] = None if generator is torch.default_generator else generator
-        options["pin_memory"] = self.memory.pinned
-        if not self.loader.num_workers:
+        options["pin_memory"] = self.own.memory.pinned
+        if not loader.num_workers:
             options["prefetch_factor"] = None
-        inner: Any = TorchDataLoader(dataset, **options, **how)
+        if order is None:
+            options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        else:
+            options |= (
+                {"batch_size": None, "sampler": order} if self.single else {"batch_sampler": order}
+            )
+        collate_fn = (
+            hand_on if isinstance(dataset, WorkerItems) else self._items(dataset).collate_fn
+        )
+        inner: Any = TorchDataLoader(
+            dataset, collate_fn=collate_fn, worker_init_fn=worker_init_fn, **options
+        )
         if isinstance(dataset, IterableDataset):  # of which torch may warn
-            inner._IterableDataset_len_called = self.loader._IterableDataset_len_called
+            inner._IterableDataset_len_called = loader._IterableDataset_len_called
         return inner
 
     def _read_stream(self) -> Iterator[Made | Failed]:
         """Read an iterable dataset from its state on, or again up to the position."""
         loader, position, same = self.loader, self.position, torch.Generator()
         self._draw_base(same, position.sample_seed is not None)
-        collate_fn = self._items(loader.dataset).collate_fn
-        inner = self._torchs(loader.dataset, same, collate_fn=collate_fn, **self._sizes())
         order = Order(find_pass_key(position.sample_seed or 0, position.epoch))
-        stream = Stream(inner, loader.dataset, order, position.dataset_state)
-        if position.batch and not has_state(loader.dataset):
-            with generators_kept():
-                for _ in islice(stream, position.batch):
-                    pass
-        stream.number = position.batch
-        return stream
-
-    def _sizes(self) -> dict[str, Any]:
-        return {"batch_size": self.loader.batch_size, "drop_last": self.loader.drop_last}
+        dataset: Any = loader.dataset
+        if position.dataset_state is not None:
+            dataset.load_state_dict(position.dataset_state)
+        with drawing(order, 0):
+            begun = iter(self._torchs(dataset, same, None))
+        if position.dataset_state is not None and begun._dataset_fetcher.dataset_iter is dataset:
+            dataset.load_state_dict(position.dataset_state)  # its `__iter__` may have begun anew
+        if has_state(dataset) or not position.batch:
+            return read(begun, order, position.batch)
+        batches = read(begun, order, 0)
+        with generators_kept():
+            deque(islice(batches, position.batch), maxlen=0)
+        return batches
 
 
 def is_replaced() -> bool:

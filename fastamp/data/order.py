@@ -4,9 +4,8 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
@@ -97,28 +96,6 @@ def find_share(rank: int | None, world_size: int | None) -> Share:
     return Share(0, 1)
 
 
-class RankBatches(BatchSampler):
-    """One rank's batches, for whoever makes a loader anew of a prepared one's attributes."""
-
-    def __init__(self, whole: Any, share: Share) -> None:
-        super().__init__(whole.sampler, whole.batch_size, whole.drop_last)
-        self.share = share
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be that of an epoch."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        rows = torch.tensor([*self.sampler], dtype=torch.int64, device="cpu")
-        own = self.share.take(rows, 0, drop_last=self.drop_last).tolist()
-        return iter(BatchSampler(own, self.batch_size, self.drop_last))
-
-    def __len__(self) -> int:
-        count = self.share.size(len(self.sampler), 0, drop_last=self.drop_last)  # type: ignore[arg-type]
-        return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
-
-
 def find_samplers(loader: Any) -> list[Any]:
     """Return the samplers of any loader, also those inside of other samplers."""
     own = getattr(loader, "batch_sampler", None)
@@ -137,8 +114,7 @@ def find_generator(samplers: Iterable[Any]) -> torch.Generator | None:
     return next((one for one in found if isinstance(one, torch.Generator)), None)
 
 
-@dataclass
-class Plan:
+class Plan(NamedTuple):
     """How a loader orders its batches; `begin` yields those of a pass."""
 
     sampler: Any
@@ -159,12 +135,11 @@ class Plan:
         yields. `draw_base` draws the seed of workers; True lets the program's generators be.
         """
         size, drop_last, rows = 1, False, self.sampler
-        if not self.single:
-            if type(rows) not in (BatchSampler, RankBatches):
-                return self._read(position, draw_base)
+        if not self.single and type(rows) is BatchSampler:
             size, drop_last, rows = rows.batch_size, rows.drop_last, rows.sampler
-        source = getattr(rows, "generator", None)
-        if source is not self.source or not _is_computed(rows):
+        elif not self.single:
+            return self._read(position, draw_base)
+        if not _is_computed(rows):
             return self._read(position, draw_base)
         draw_base(position.sample_seed is not None)
         order = self._compute(rows, position)
@@ -176,22 +151,23 @@ class Plan:
 
     def _compute(self, sampler: Any, position: Position) -> Any:
         """Return all rows in order."""
+        if self.source is not None:
+            if position.generator is None:
+                position.generator = self.source.get_state()
+            self.source.set_state(position.generator)
         length = len(sampler.data_source)
         if not isinstance(sampler, RandomSampler):
             return range(length)
-        source = sampler.generator
-        if source is not None:
-            if position.generator is None:
-                position.generator = source.get_state()
-            source.set_state(position.generator)
-            rows = _permute(length, source)
-            if sampler.num_samples == length:  # torch draws one more, and uses nothing of it
-                _permute(length, source)
-            return rows[: sampler.num_samples]
-        if self.seed is None:
-            position.order = draw_seed() if position.order is None else position.order
-        seed = position.order if self.seed is None else self.seed + position.epoch
-        return _permute(length, seeded(seed or 0))[: sampler.num_samples]
+        generator = sampler.generator
+        if generator is None:
+            if self.seed is None and position.order is None:
+                position.order = draw_seed()
+            seed = position.order if self.seed is None else self.seed + position.epoch
+            generator = seeded(seed or 0)
+        rows = _permute(length, generator)
+        if generator is sampler.generator and sampler.num_samples == length:
+            _permute(length, generator)  # torch draws one more, and uses nothing of it
+        return rows[: sampler.num_samples]
 
     def _cut(self, rows: Any, begins: range, order: Order) -> Iterator[Job]:
         """Yield the batches of a computed order."""
@@ -211,50 +187,31 @@ class Plan:
 
     def _read(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Begin a sampler that is no plain one of torch's, and yield its batches."""
-        sampler, skipped = self._seeded(position.epoch), position.batch
+        sampler, resumed = self.sampler, position.generator is not None
+        if self.seed is not None:
+            sampler = _with_generator(sampler, seeded(self.seed + position.epoch))
         source = torch.default_generator if self.source is None else self.source
-        with nullcontext() if position.generator is None else generators_kept():
+        with generators_kept() if resumed else nullcontext():
             if position.generator is None:
                 position.generator = source.get_state()
-            else:
-                source.set_state(position.generator)
+            source.set_state(position.generator)
             iterator = iter(sampler)
             draw_base(False)
-            after = source.get_state()
-        order, again = self._order(position), partial(source.set_state, after)
-        batches = self._place(iterator, order, skipped, again)
-        # Most samplers draw now. One that is resumed draws when its first batch is asked for: until
-        # then a program may call its `set_epoch`, as Lightning does.
-        return batches if skipped else chain([*islice(batches, 1)], batches)
-
-    def _seeded(self, epoch: int) -> Any:
-        """Return the sampler; one of torch's without a generator gets one, if there is a seed."""
-        if self.seed is None:
-            return self.sampler
-        generator = seeded(self.seed + epoch)
-        inner = getattr(self.sampler, "sampler", None)
-        drawing = _with_generator(inner, generator)
-        if drawing is inner:
-            return _with_generator(self.sampler, generator)
-        batches = copy.copy(self.sampler)
-        batches.sampler = drawing
-        return batches
+            begun = partial(source.set_state, source.get_state())
+        return self._place(iterator, self._order(position), position.batch, begun)
 
     def _place(
-        self,
-        iterator: Iterator[Any],
-        order: Order,
-        skipped: int,
-        again: Callable[[], object],
+        self, iterator: Iterator[Any], order: Order, skipped: int, begun: Callable[[], object]
     ) -> Iterator[Job]:
-        """Yield the batches of a sampler after those that were delivered.
+        """Yield the batches of a sampler that has begun, after those that were delivered.
 
-        `again` puts the draws of those back.
+        Those are drawn again when the first one is asked for: until then a program may call the
+        sampler's `set_epoch`, as Lightning does.
         """
         number = 0
         if skipped:
             with generators_kept():
-                again()
+                begun()
                 number = sum(map(self._count, islice(iterator, skipped)))
         for batch in iterator:
             first, number = number, number + self._count(batch)
@@ -276,8 +233,11 @@ def _is_computed(sampler: Any) -> bool:
 
 
 def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
-    """Return a sampler of torch's that has no generator with this one; any other as it is."""
-    if type(sampler) in _DRAWING and sampler.generator is None:
+    """Return samplers of torch's that have no generator with this one; any other as it is."""
+    if type(sampler) is BatchSampler:
+        sampler = copy.copy(sampler)
+        sampler.sampler = _with_generator(sampler.sampler, generator)
+    elif type(sampler) in _DRAWING and sampler.generator is None:
         sampler = copy.copy(sampler)
         sampler.generator = generator
     return sampler

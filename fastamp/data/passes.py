@@ -9,7 +9,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from fastamp._ops import is_profiling, untraced
-from fastamp.data.items import Failed, Made
+from fastamp.data.items import Failed, Made, reraise
 from fastamp.data.position import Position
 
 _STARVED_SHARE = 0.05
@@ -117,54 +117,38 @@ class LoaderPass(Iterator[Any]):
         if self._broken:
             raise RuntimeError(self._broken)
         stats, position, start_s = self._stats, self.position, time.perf_counter()
-        made: Any = None
-        delivered = position.batch
         try:
-            made = next(self._batches) if not is_profiling() else _profiled(self._batches)
-            position.batch += 1
+            made: Any = next(self._batches) if not is_profiling() else _profiled(self._batches)
             end_s = time.perf_counter()
             stats.wait_s += end_s - start_s
             stats.elapsed_s += end_s - (self._left_s or start_s)
             self._left_s = end_s
-            if type(made) is Failed:
-                _raise(made.error)
-            batch, getitem_s, collate_s, copy_s, cpu_s = made
-            stats.batches += 1
-            stats.getitem_s += getitem_s
-            stats.collate_s += collate_s
-            stats.copy_s += copy_s
-            stats.thread_cpu_s += cpu_s
+            if type(made) is not Failed:
+                batch, getitem_s, collate_s, copy_s, cpu_s = made
+                stats.batches += 1
+                stats.getitem_s += getitem_s
+                stats.collate_s += collate_s
+                stats.copy_s += copy_s
+                stats.thread_cpu_s += cpu_s
+                position.batch += 1
+                return batch
         except StopIteration:
-            self._end(start_s)
+            if not self.ended:
+                stats.elapsed_s += start_s - (self._left_s or start_s)
+            self.ended = True
             raise
-        except Exception:
-            made = None  # whose error's traceback refers to this frame
-            if position.batch == delivered and isinstance(self._batches, GeneratorType):
+        except Exception:  # of a sampler, a timeout or a dead worker: no batch has come
+            if isinstance(self._batches, GeneratorType):
                 self._broken = "this pass ended with an error: begin another one"
             raise
         except BaseException:  # Ctrl-C, anywhere: a sampler or a runner may be left halfway
-            position.batch = delivered
             self._broken, self.interrupted = _INTERRUPTED, True
             raise
-        return batch
-
-    def _end(self, start_s: float) -> None:
-        if not self.ended:
-            self._stats.elapsed_s += start_s - (self._left_s or start_s)
-        self.ended = True
-
-
-def _raise(error: Any) -> None:
-    """Raise the error of a batch."""
-    if not isinstance(error, BaseException):
-        try:
-            error.reraise()  # torch's wrapper: its frame refers to the error, and to the workers
-        except Exception as raised:  # noqa: BLE001 - raised below
-            error = raised.with_traceback(None)
-    try:
-        raise error
-    finally:
-        del error  # whose traceback refers to this frame
+        position.batch += 1
+        errors = [made.error]
+        del made  # the error's traceback refers to this frame
+        reraise(errors.pop())
+        return None
 
 
 def _profiled(batches: Iterator[Any]) -> Any:

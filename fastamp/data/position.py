@@ -27,6 +27,8 @@ class Position:
     """Seed of the order, where torch's sampler draws one."""
     generator: Tensor | None = None
     """State of what the order is drawn from, before it is drawn."""
+    told_epoch: int | None = None
+    """The epoch of the last call of `set_epoch`, which samplers were told."""
     dataset_state: Any = None
     """Of a dataset that has a state, and is read in the loop's process."""
 
@@ -47,8 +49,8 @@ def encode(position: Position) -> dict[str, Any]:
     return state
 
 
-def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
-    """Return the position in a loader's state, and the epoch that its user has set.
+def decode(state: Any, identity: dict[str, Any]) -> Position:
+    """Return the position in a loader's state.
 
     Args:
         state: what `DataLoader.state_dict` returns.
@@ -56,36 +58,24 @@ def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
 
     Raises:
         ValueError: the state is of another version, or of another loader; or one of its keys is
-            missing or has another kind of value.
+            missing, or no integer where one is expected.
     """
-    _check_identity(state, identity)
-    for name in (*_NAMES, "told_epoch"):
-        if name not in state:
-            msg = f"state: expected what DataLoader.state_dict returns, it has no {name!r}"
-            raise ValueError(msg)
-    for name in ("epoch", "batch", "consumed", "sample_seed", "order", "told_epoch"):
-        optional = name in ("sample_seed", "order", "told_epoch")
-        as_integer(f"state: its {name}", state[name], least=0, optional=optional)
-    values = {name: state[name] for name in _NAMES}
-    if state["generator"] is not None:
-        try:
-            text = bytearray(b64decode(state["generator"], validate=True))
-            values["generator"] = torch.frombuffer(text, dtype=torch.uint8)
-            torch.Generator().set_state(values["generator"])
-        except (RuntimeError, TypeError, ValueError) as error:
-            msg = f"state: its generator: expected the state of a generator or None; {error}"
-            raise ValueError(msg) from error
-    return Position(**values), state["told_epoch"]
-
-
-def _check_identity(state: Any, identity: dict[str, Any]) -> None:
     version = state.get("version") if isinstance(state, dict) else None
-    if type(version) is not int or version != VERSION:
-        got = "" if version is None else f", got version {version!r}"
-        msg = f"state: expected what DataLoader.state_dict returns, version {VERSION}{got}"
+    missing = [] if version is None else [name for name in _NAMES if name not in state]
+    if version != VERSION or missing:
+        got = f"it has no {missing[0]!r}" if missing else f"got version {version!r}"
+        msg = f"state: expected what DataLoader.state_dict returns, version {VERSION}: {got}"
         raise ValueError(msg)
     for name, ours in identity.items():
         value = state.get(name)
         if type(value) is not type(ours) or value != ours:
             msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
             raise ValueError(msg)
+    for name in ("epoch", "batch", "consumed", "sample_seed", "order", "told_epoch"):
+        optional = name in ("sample_seed", "order", "told_epoch")
+        as_integer(f"state: its {name}", state[name], least=0, optional=optional)
+    values = {name: state[name] for name in _NAMES}
+    if state["generator"] is not None:
+        text = bytearray(b64decode(state["generator"]))
+        values["generator"] = torch.frombuffer(text, dtype=torch.uint8)
+    return Position(**values)

@@ -4,13 +4,12 @@ import _thread
 import contextlib
 import copy
 import ctypes
-import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import cycle, islice
 from queue import Empty, SimpleQueue
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.items import Failed, Items, Made, Make, attempt
-from fastamp.data.sample_rng import Order, generators_kept
+from fastamp.data.items import Failed, Items, Made, Make, attempt, is_end, reraise
+from fastamp.data.sample_rng import Order
 
 
 class _Own(threading.local):
@@ -59,152 +58,95 @@ def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made | Failed]:
 
 
 class Threads:
-    """Threads that make batches, in order, until the pass ends.
+    """Threads that make batches in turn. They end with this object, or when `end` is called.
 
     Ctrl-C interrupts the loop's thread anywhere. Between taking a lock of Python's `threading` and
     the block that gives it back, the lock stays taken, and the threads of `concurrent.futures` wait
     for it forever. So this thread only uses queues, which are written in C.
     """
 
-    def __init__(self, count: int, name: str, begin: Callable[[int], None] | None = None) -> None:
-        """Start the threads. Each calls `begin` with its number, one after the other.
-
-        The program's generators are then as before, whatever `begin` has seeded.
-        """
-        self._jobs: SimpleQueue[Any] = SimpleQueue()
-        began: SimpleQueue[BaseException | None] = SimpleQueue()
-        one_at_a_time = threading.Lock()
-
-        def serve(number: int, jobs: "SimpleQueue[Any]") -> None:
-            with one_at_a_time:
-                began.put(_find_error(begin, number))
-            _serve(jobs)
-
-        self._threads = [
-            threading.Thread(target=serve, args=(n, self._jobs), name=f"{name}_{n}", daemon=True)
-            for n in range(count)
+    def __init__(self, count: int, name: str, begin: Callable[[int], object] = int) -> None:
+        """Start the threads. Each calls `begin` with its number, one after the other."""
+        queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
+        threads = [
+            threading.Thread(target=_serve, args=(queue,), name=f"{name}_{n}", daemon=True)
+            for n, queue in enumerate(queues)
         ]
-        self._at_exit = weakref.finalize(self, _end, self._jobs, self._threads)
+        self._turns = cycle(queues)
+        self.end = weakref.finalize(self, _end, queues, threads)
         try:
-            with generators_kept():
-                start_apart(self._threads, began.put)
-                for _ in self._threads:
-                    _raise(began.get())
+            for number, thread in enumerate(threads):
+                begun = self.submit(begin, (number,))
+                start_apart(thread, begun)
+                found = begun.get()
+                if type(found) is Failed:
+                    reraise(found.error)
         except BaseException:
-            self.shutdown()
+            self.end()
             raise
 
-    def submit(self, make: Make, job: Any) -> "SimpleQueue[Made | Failed]":
-        """Let a thread make a batch; return the queue that it will be in."""
-        reply: SimpleQueue[Made | Failed] = SimpleQueue()
-        self._jobs.put((reply, make, job))
+    def submit(self, make: Any, job: Any) -> "SimpleQueue[Any]":
+        """Let the next thread make a batch; return the queue that it will be in."""
+        reply: SimpleQueue[Any] = SimpleQueue()
+        next(self._turns).put((reply, make, job))
         return reply
 
-    def shutdown(self) -> None:
-        """Drop the jobs that no thread has begun, and end the threads."""
-        _end(self._jobs, self._threads)
-        self._at_exit.detach()
 
-
-def start_apart(
-    threads: list[threading.Thread], tell: Callable[[BaseException | None], None]
-) -> None:
-    """Start threads in another one: `Thread.start` takes locks. Where one does not start, tell."""
+def start_apart(thread: threading.Thread, reply: "SimpleQueue[Any]") -> None:
+    """Start a thread in another one: `Thread.start` takes locks. If it does not start, reply so."""
 
     def start() -> None:
-        for number in range(len(threads)):
-            error = _find_error(lambda number: threads[number].start(), number)
-            if error is not None:
-                tell(error)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            reply.put(Failed(error))
 
     _thread.start_new_thread(start, ())
 
 
-def _find_error(function: Callable[[int], None] | None, number: int) -> BaseException | None:
-    try:
-        if function is not None:
-            function(number)
-    except BaseException as error:  # noqa: BLE001 - raised where the threads are made
-        return error
-    return None
+def _serve(queue: "SimpleQueue[Any]") -> None:
+    """Make batches until None comes."""
+    while (job := queue.get()) is not None:
+        reply, make, arguments = job
+        try:
+            reply.put(make(*arguments))
+        except BaseException as error:  # noqa: BLE001 - raised in the loop: also SystemExit
+            reply.put(Failed(error))
+        del job, reply, make, arguments
 
 
-def _raise(error: BaseException | None) -> None:
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # or it would hold itself, and the threads, by the frames of its traceback
-
-
-def _serve(jobs: "SimpleQueue[Any]") -> None:
-    """Make batches until None comes, and hand that on to the next thread."""
-    while (job := jobs.get()) is not None:
-        reply, *call = job
-        reply.put(_answer(*call))
-        del job, reply, call
-    jobs.put(None)
-
-
-def _answer(make: Make, job: tuple[Any, ...]) -> Made | Failed:
-    try:
-        return attempt(make, job)
-    except BaseException as error:  # noqa: BLE001 - raised in the loop: as SystemExit
-        return Failed(error)
-
-
-def _end(jobs: "SimpleQueue[Any]", threads: list[threading.Thread]) -> None:
-    with contextlib.suppress(Empty):
-        while True:
-            jobs.get_nowait()
-    jobs.put(None)
+def _end(queues: "list[SimpleQueue[Any]]", threads: list[threading.Thread]) -> None:
+    """Drop the jobs that no thread has begun, and end the threads."""
+    for queue in queues:
+        with contextlib.suppress(Empty):
+            while True:
+                queue.get_nowait()
+        queue.put(None)
     for thread in threads:
         with contextlib.suppress(RuntimeError):  # Ctrl-C has kept it from starting
             thread.join()
 
 
 def in_threads(
-    threads: Threads, make: Make, jobs: Iterator[Any], *, ahead: int
+    threads: Threads, make: Callable[..., Any], jobs: Iterator[Any], *, ahead: int
 ) -> Iterator[Made | Failed]:
     """Let threads make batches, in order, so many ahead of the loop; they end with the pass.
 
     The first ones are under way when this returns.
     """
-    made = _in_threads(threads, make, jobs, ahead)
-    next(made)
-    return made  # type: ignore[return-value]
+    under_way = deque(threads.submit(make, job) for job in islice(jobs, ahead))
+    return _in_order(threads, under_way, make, jobs)
 
 
-def _in_threads(
-    threads: Threads, make: Make, jobs: Iterator[Any], ahead: int
-) -> Iterator[Made | Failed | None]:
-    """Yield None once the first batches are under way, and then the batches."""
-    owner_pid = os.getpid()
-    under_way: deque[SimpleQueue[Made | Failed]] = deque()
-
-    def submit(count: int) -> None:
-        under_way.extend(threads.submit(make, job) for job in islice(jobs, count))
-
-    try:
-        submit(ahead)
-        yield None
-        while under_way:
-            if owner_pid != os.getpid():
-                msg = "this iterator was made before the process forked: call iter() in the child"
-                raise RuntimeError(msg)
-            made = [under_way.popleft().get()]
-            if is_end(made[0]):
-                return
-            submit(1)
-            yield made.pop()  # which no frame holds
-    finally:
-        if owner_pid == os.getpid():
-            threads.shutdown()
-
-
-def is_end(made: Made | Failed) -> bool:
-    """Say whether a runner that a thread runs has no more batches."""
-    return type(made) is Failed and isinstance(made.error, StopIteration)
+def _in_order(
+    threads: Threads, under_way: deque[Any], make: Any, jobs: Iterator[Any]
+) -> Iterator[Made | Failed]:
+    while under_way:
+        made = [under_way.popleft().get()]
+        if is_end(made[0]):
+            return
+        under_way.extend(threads.submit(make, job) for job in islice(jobs, 1))
+        yield made.pop()  # which no frame holds
 
 
 def become_worker(

@@ -113,8 +113,8 @@ class Batch:
 
     __slots__ = ("_found", "_of", "number", "order")
 
-    def __init__(self, order: Order) -> None:
-        self.order, self.number = order, 0
+    def __init__(self, order: Order, number: int) -> None:
+        self.order, self.number = order, number
         self._of: int | None = None
 
     def rng(self) -> SampleRng:
@@ -125,6 +125,17 @@ class Batch:
 
 
 current = _Current()
+
+
+@contextmanager
+def drawing(order: Order, number: int) -> Iterator[Batch]:
+    """Let `sample_rng` return the generators of a sample; set the number of what it yields."""
+    before, cell = current.sample, Batch(order, number)
+    current.sample = cell
+    try:
+        yield cell
+    finally:
+        current.sample = before
 
 
 def sample_rng() -> SampleRng:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from fastamp.data import DataLoader
-from fastamp.data.order import RankBatches, SeededSampler, Share
+from fastamp.data.order import SeededSampler
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -33,6 +33,21 @@ class PreparedLoader(DataLoader[Any]):
     def total_dataset_length(self) -> int:
         """Samples of all processes."""
         return len(self.dataset)  # type: ignore[arg-type]
+
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]
+        """This process's batches, which `skip_first_batches` reads."""
+        whole, own = vars(self)["batch_sampler"], self._fastamp
+        if whole is None or own.share is None:
+            return whole
+        options: Any = {
+            "shuffle": isinstance(self.sampler, SeededSampler),
+            "drop_last": self.drop_last,
+        }
+        ranks = own.share.ranks, own.share.rank
+        sampler: Any = DistributedSampler(self.dataset, *ranks, seed=own.seed or 0, **options)
+        sampler.set_epoch(own.next.epoch)
+        return BatchSampler(sampler, self.batch_size or 1, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin a pass, and note in Accelerate's record how it goes."""
@@ -63,11 +78,6 @@ def prepare_loader(loader: Any, accelerator: Any, *, on_device: bool) -> Prepare
     count = accelerator.num_processes
     if count > 1 and share != (accelerator.process_index, count):
         return None
-    if type(loader.batch_sampler) is BatchSampler and (
-        share or type(loader.sampler) is SeededSampler
-    ):
-        # `skip_first_batches` reads it; torch lets nobody replace it by its name.
-        vars(loader)["batch_sampler"] = RankBatches(loader.batch_sampler, share or Share(0, 1))
     made: Any = loader
     made.__class__ = PreparedLoader
     made.gradient_state = accelerator.gradient_state

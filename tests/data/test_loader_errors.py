@@ -10,7 +10,7 @@ import traceback
 
 import pytest
 import torch
-from support.loading import Rows, Squares, assert_same, check, ends, make_array
+from support.loading import Rows, Squares, assert_same, ends, make_array
 from support.streams import Stream
 from torch.utils.data import BatchSampler, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -213,16 +213,6 @@ def test_a_stream_that_ctrl_c_interrupts_has_no_state(backend):
         loader.state_dict()
 
 
-@pytest.mark.parametrize("dataset", [Rows(4, int), torch.arange(4)], ids=["items", "gathered"])
-def test_a_timeout_without_workers_is_refused_as_by_torch(dataset):
-    for loader_class in (TorchDataLoader, fastamp.DataLoader):
-        loader = loader_class(dataset, timeout=5)
-        with pytest.raises(AssertionError):
-            next(iter(loader))
-    with pytest.raises(AssertionError, match="timeout: expected 0 without workers, got 5"):
-        iter(loader)
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_iterable_dataset_that_raises_is_told(num_workers, backend):
     stream = Stream(range(10), OSError("the stream broke"))
@@ -231,24 +221,3 @@ def test_an_iterable_dataset_that_raises_is_told(num_workers, backend):
     with pytest.raises(OSError, match="the stream broke"):
         batches.extend(fastamp.DataLoader(stream, 5, num_workers=num_workers))
     assert len(batches) == 2
-
-
-FORK = """
-import os, torch, fastamp
-
-batches = iter(fastamp.prefetch(torch.arange(40).split(10), thread=True))
-next(batches)
-pid = os.fork()
-if pid == 0:
-    try:
-        next(batches)
-    except RuntimeError as error:
-        os._exit(0 if "call iter() in the child" in str(error) else 1)
-    os._exit(2)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert len([*batches]) == 3
-"""
-
-
-def test_a_thread_does_not_go_on_in_a_forked_child_which_is_told():
-    check(FORK)

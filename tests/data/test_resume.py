@@ -13,7 +13,7 @@ import torch
 from support.loading import Rows, Squares, assert_same, make_array
 from support.resumable import EPOCHS, VARIANTS, make_loader, run
 from support.thread_workers import fail
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import fastamp
 from fastamp.data.making import Making
@@ -83,17 +83,25 @@ def test_a_state_can_be_loaded_in_the_middle_and_twice(backend):
         list(loader)
 
 
-def test_resuming_leaves_the_programs_own_draws_alone(backend):
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"shuffle": True},
+        lambda: {"sampler": RandomSampler(X), "generator": torch.Generator().manual_seed(3)},
+    ],
+    ids=["shuffle", "a sampler without the loader's generator"],
+)
+def test_resuming_leaves_the_programs_own_draws_alone(options, backend):
     """A loader that shuffles with torch's default generator draws a seed as it would anew."""
     torch.manual_seed(5)
-    loader = fastamp.DataLoader(X, 4, shuffle=True)
+    loader = fastamp.DataLoader(X, 4, **options())
     iterator = iter(loader)
     taken = [next(iterator) for _ in range(3)]
     state = loader.state_dict()
     whole = [*taken, *iterator]
     for seed in (1, 2):
         torch.manual_seed(seed)
-        resumed = fastamp.DataLoader(X, 4, shuffle=True)
+        resumed = fastamp.DataLoader(X, 4, **options())
         resumed.load_state_dict(state)
         assert_same(taken + list(resumed), whole)
         torch.manual_seed(seed)

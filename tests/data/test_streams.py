@@ -82,7 +82,7 @@ def test_the_model_finds_that(name, monkeypatch):
     assert source.count(old) == 1
     broken = types.ModuleType("fastamp.data.copies")
     exec(source.replace(old, new), vars(broken))  # noqa: S102 - our own code, with one line changed
-    monkeypatch.setattr(making, "make_copies", broken.make_copies)
+    monkeypatch.setattr(making, "CudaCopies", broken.CudaCopies)
     program = "loader" if name == "the thread has no device" else "prefetch"
     found = (run(program, seed, features, broken) for seed in range(100))
     assert any(each.startswith(fault) for faults in found for each in faults)

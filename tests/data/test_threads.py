@@ -128,11 +128,6 @@ def test_what_threads_cannot_do_is_refused():
         in_threads(Stream(range(3)))
 
 
-def test_a_prefetch_factor_of_zero_is_refused_as_by_torch():
-    with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
-        [*fastamp.DataLoader(range(5), num_workers=2, worker="thread", prefetch_factor=0)]
-
-
 @pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
 def test_a_batch_sampler_may_yield_the_same_indices_again(kind):
     class Same:

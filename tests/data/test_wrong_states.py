@@ -58,8 +58,6 @@ INTEGER = "expected an integer of at least 0"
         ("sample_seed", -1, INTEGER),
         ("batch_size", torch.tensor([4, 4]), "the loader's 4"),
         ("drop_last", None, "the loader's False"),
-        ("generator", 5, "expected the state of a generator"),
-        ("generator", torch.zeros(7, dtype=torch.uint8), "expected the state of a generator"),
     ],
 )
 def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value, message, backend):
