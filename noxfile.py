@@ -238,7 +238,7 @@ def run_script(session: nox.Session, name: str, *options: str) -> None:
 @nox.session
 def streams(session: nox.Session) -> None:
     """Run 10,000 schedules of streams, threads and devices on a model of torch.cuda."""
-    run_script(session, "stream_schedules")
+    run_script(session, "stream_schedules", "2500")
 
 
 @nox.session

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
 import sys
 
 import pytest
-from support.fault_trials import (
-    BENCH_FILES,
-    GROUPS,
-    PRELOADED,
-    SUBJECTS,
-    History,
-    Tally,
-    Trials,
-)
+from support.fault_trials import BENCH_FILES, GROUPS, PRELOADED, SUBJECTS, History, Trials
 from support.faults import Fault, Server
 
 WANTED = {"loops": 4}  # that strike, else 2; `nox -s faults` wants hundreds
@@ -41,11 +32,7 @@ def trials(server):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_nothing_is_lost_that_was_reported_as_saved(group, trials):
-    tally = Tally()
-    numbers = itertools.count()
-    while sum(tally.struck.values()) < WANTED.get(group, 2):
-        tally.add(*trials.run(group, next(numbers)))
-    assert not tally.problems
+    assert trials.run_until(group, WANTED.get(group, 2)) == []
 
 
 def run(server, name, folder, *faults):
