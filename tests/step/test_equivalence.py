@@ -13,7 +13,7 @@ from support.differences import OPTIMIZERS, TORCHS, differences
 from support.gradients import values_of
 from support.reference import update
 from support.updates import (
-    OF_TORCH,
+    MORE_RULES,
     RULES,
     SIZES,
     give,
@@ -45,7 +45,7 @@ def random_states(kind, group, size, step, generator):
 
 
 @pytest.mark.parametrize("step", [1, 2, 1000])
-@pytest.mark.parametrize("name", OF_TORCH)
+@pytest.mark.parametrize("name", MORE_RULES)
 def test_one_step_is_the_float64_result_to_a_few_ulp(name, step, compiled, device):
     # Of the largest number that is added on the way: 2 for a parameter of four times the change's
     # size, else 6. A change is made of up to twelve numbers that are rounded, by half an ulp each;

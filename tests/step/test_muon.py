@@ -456,9 +456,10 @@ def test_sharded_matrices_get_the_bits_of_whole_ones(count, layout, options, roo
         assert ours == alone
 
 
-def test_ranks_share_the_products(four):
-    for count, shares in ((8, [[2], [2], [2], [2]]), (3, [[1], [1], [1], []])):
-        assert four.run(4, muon_ranks.multiplied, count) == shares
+@pytest.mark.parametrize(("count", "shares"), [(8, [2, 2, 2, 2]), (3, [1, 1, 1, 0])])
+def test_ranks_share_the_products_and_compare_their_first_step_alone(count, shares, four):
+    found = four.run(4, muon_ranks.counted, count)
+    assert found == [([share] * 3 * (share > 0), 1) for share in shares]
 
 
 def test_matrices_sharded_by_columns_are_torchs(four):
@@ -481,10 +482,6 @@ def test_ranks_whose_first_step_is_unlike_the_others_are_an_error_on_all(
     ):
         assert said == expected + here * (rank in ranks)
         assert is_unchanged
-
-
-def test_ranks_compare_their_first_step_alone(four):
-    assert four.run(2, muon_ranks.compared) == [1, 1]
 
 
 def test_what_some_ranks_lack_together_does_not_disturb_the_others(four):

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -71,12 +70,6 @@ def lose_a_state(parameters, optimizer, step):
     del optimizer.state[parameters[0]]
 
 
-def replace_all_states(parameters, optimizer, step):
-    states = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
-    optimizer.state = defaultdict(dict, states)
-    optimizer.state[parameters[1]]["exp_avg"].zero_()
-
-
 def change_numbers(parameters, optimizer, step):
     options = {"lr": 0.1 * step, "betas": (0.5, 0.6), "weight_decay": 0.1 * step, "eps": 1e-3}
     optimizer.param_groups[1].update(options)
@@ -115,12 +108,6 @@ def exchange_gradients(parameters, step):
     parameters[2].grad, parameters[4].grad = parameters[4].grad, parameters[2].grad
 
 
-def give_an_unaligned_one(parameters, step):
-    values = torch.empty(1026, device=parameters[3].device)
-    values[1:] = parameters[3].grad
-    parameters[3].grad = values[1:]
-
-
 def give_a_strided_one(parameters, step):
     parameters[1].grad = parameters[1].grad.t().contiguous().t()
 
@@ -138,7 +125,6 @@ BETWEEN = [
     set_to_other_memory,
     load_a_state_of_before,
     lose_a_state,
-    replace_all_states,
     change_numbers,
     change_the_learning_rate_in_place,
     begin_amsgrad,
@@ -148,7 +134,6 @@ BETWEEN = [
 OF_GRADIENTS = [
     give_none_to_some,
     exchange_gradients,
-    give_an_unaligned_one,
     give_a_strided_one,
     give_the_parameters_own_memory,
 ]

@@ -58,31 +58,6 @@ def test_unscale_grads_takes_any_gradients_and_writes_them_in_place(backend, dev
     assert found_inf.item() == (inject is not None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("values", [[16.0, 32.0, 64.0], [16.0, 32.0, math.inf], [6e4, 32.0, 6e4]])
-def test_unscale_grads_takes_sparse_gradients(backend, device, values, dtype):
-    def recipe(cls):
-        index = torch.tensor([[0, 1, 0], [2, 0, 2]])
-        sparse = torch.sparse_coo_tensor(index, values, (2, 3), dtype=dtype, check_invariants=True)
-        sparse = sparse.to(device)
-        parameter = torch.zeros_like(sparse)
-        parameter.grad = sparse
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        found_inf = torch.zeros(1, device=device)
-        inv_scale = torch.full((1,), 0.25, device=device)
-        scaler = cls(device)
-        if dtype == torch.float16:
-            with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-                scaler._unscale_grads_(optimizer, inv_scale, found_inf, False)
-        found = scaler._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        flag = found[found_inf.device].reshape(())
-        # 6e4 + 6e4 overflows float16 before it is unscaled: what is left is nobody's to use.
-        return [flag] if flag.item() else [flag, parameter.grad.to_dense()]
-
-    overflows = values[2] == math.inf or (values[2] == 6e4 and dtype == torch.float16)
-    assert assert_alike(recipe)[0].item() == overflows
-
-
 @pytest.mark.parametrize("lazy", [True, False])
 def test_the_state_has_torchs_names_before_and_after_the_first_scale(backend, device, lazy):
     def recipe(cls):

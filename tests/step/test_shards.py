@@ -112,12 +112,6 @@ def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name
                 assert_close(one, other, rtol=tolerance, atol=1e-9)
 
 
-def test_a_part_with_gaps_in_its_memory_steps_like_one_without(four):
-    for with_gaps, without in four.run(2, shard_cases.step_with_gaps):
-        torch.testing.assert_close(with_gaps, without, rtol=1e-6, atol=0)
-        assert with_gaps[1].abs().min() > 0
-
-
 @pytest.mark.parametrize("rule", ["adamw", "sgd"])
 def test_torchs_own_step_goes_on_in_the_middle(four, rule):
     for first, *others in four.run(2, shard_cases.torchs_steps_between, rule):

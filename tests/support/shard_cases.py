@@ -193,19 +193,6 @@ def step(layout, name, how):
     return results
 
 
-def step_with_gaps():
-    """Step where this rank's part of a gradient has gaps, and where it has none."""
-    mesh = mesh_of(dist.get_world_size())
-    wide = random((8, 6), torch.float32, "cpu")
-    results = []
-    for local in (wide[:, ::2], wide[:, ::2].contiguous()):
-        parameter = torch.nn.Parameter(spread(torch.zeros(8 * mesh.size(), 3), mesh, Shard(0)))
-        parameter.grad = DTensor.from_local(local, mesh, [Shard(0)])
-        scaler_of().step(OPTIMIZERS["sgd momentum"]([parameter]), max_norm=1.0)
-        results.append((whole(parameter.grad), whole(parameter)))
-    return results
-
-
 def whole_bits(tensors):
     return [bits(whole(t)).tobytes() for t in tensors]
 
