@@ -355,7 +355,7 @@ def test_moments_of_channels_last_are_loaded_in_their_order_of_memory():
             saved = optimizer.state_dict()
         found.append(optimizer.state[model.weight])
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert found[1]["exp_avg_codes"].stride() == model.weight.stride()
+    assert found[1]["exp_avg"].stride() == model.weight.stride()
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
