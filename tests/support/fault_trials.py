@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.fault_programs import NEW
 from support.faults import Fault, Ran, Server
 
 import fastamp
@@ -124,22 +125,10 @@ def nothing_is_left_behind(history: History) -> str | None:
 
 def old_or_new(history: History) -> str | None:
     """A file is either the old one or the new one, whole."""
-    for name, end in {"record": "\n}\n", "page": "</html>\n"}.items():
-        text = (history.folder / name).read_text()
-        is_new = text.startswith(("{", "<!")) and text.endswith(end)
-        is_old = text == BENCH_FILES[name] and not any(0 in ran.codes for ran in history.rans)
-        if not is_new and not is_old:
-            return f"{name} is neither the old one nor the new one: {text[-100:]!r}"
-    return None
-
-
-def refusals_have_status_2(history: History) -> str | None:
-    """What the bench cannot write is one line, and status 2."""
-    ran = history.last
-    if history.faults[-1].kind in {"fail", "full"} and any(ran.codes):
-        lines = [line for line in ran.err.splitlines() if "rror" in line]
-        return None if ran.codes == [2] and len(lines) == 1 else f"{ran.codes}: {ran.err[-1500:]}"
-    return None
+    text = (history.folder / "record").read_text()
+    was_written = any(0 in ran.codes for ran in history.rans)
+    is_whole = text == NEW or (text == FILES["record"] and not was_written)
+    return None if is_whole else f"record is neither the old one nor the new one: {text[-100:]!r}"
 
 
 @dataclass(frozen=True)
@@ -163,7 +152,7 @@ class Subject:
         return server.run(program, folder, *self.args, fault=fault, ranks=self.ranks)
 
 
-BENCH_FILES = {"record": "an older record", "page": "an older page"}
+FILES = {"record": "an older record", "page": "an older page"}
 TRAINING = (
     saved_can_be_restored,
     begun_steps_are_saved,
@@ -178,7 +167,7 @@ SUBJECTS = {
     "fine_tune, 2 ranks": Subject("look_and_train", ranks=2, properties=TRAINING),
     "loop": Subject("look_and_loop", properties=TRAINING),
     "loop, in a thread": Subject("look_and_loop", (True,), properties=TRAINING),
-    "bench": Subject("measure", properties=(old_or_new, refusals_have_status_2), files=BENCH_FILES),
+    "file": Subject("write_a_file", properties=(old_or_new,), files=FILES),
 }
 # How often each subject is struck by each kind of fault.
 KILLS = {
@@ -186,8 +175,8 @@ KILLS = {
     ("fine_tune", "power"): 6,
     ("fine_tune, 2 ranks", "kill"): 1,
     ("fine_tune, 2 ranks", "power"): 1,
-    ("bench", "kill"): 1,
-    ("bench", "power"): 1,
+    ("file", "kill"): 1,
+    ("file", "power"): 1,
 }
 SIGNALS = {
     ("fine_tune", "signal"): 6,
@@ -198,8 +187,8 @@ FAILURES = {
     ("fine_tune", "fail"): 5,
     ("fine_tune", "full"): 2,
     ("fine_tune, 2 ranks", "fail"): 1,
-    ("bench", "full"): 1,
-    ("bench", "fail"): 1,
+    ("file", "full"): 1,
+    ("file", "fail"): 1,
 }
 OFTEN = {"kill": 3, "power": 3, "signal": 2, "delay": 1, "full": 2, "fail": 1}
 LOOPS = ("loop", "loop, in a thread")

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import warnings
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -62,50 +61,13 @@ class Stream(IterableDataset):
         self.place = state["place"]
 
 
-@cache
-def folder_of_images():
-    """Return a folder with images, made once for all runs of this process and its forks."""
-    from PIL import Image
-
-    folder = Path(tempfile.mkdtemp())
-    rng = np.random.default_rng(0)
-    for i in range(30):
-        (folder / "ab"[i % 2]).mkdir(exist_ok=True)
-        pixels = rng.integers(0, 256, (60 + i, 80, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / "ab"[i % 2] / f"{i}.jpg")
-    return folder
-
-
-@cache
-def table():
-    import datasets
-
-    rows = np.arange(600, dtype=np.int32).reshape(60, 10)
-    parts = [{"x": [*part], "y": range(20)} for part in np.split(rows, 3)]
-    made = datasets.concatenate_datasets([*map(datasets.Dataset.from_dict, parts)])
-    return made.with_format("torch")
-
-
-def augmented():
-    images = torch.arange(90 * 3 * 12 * 12, dtype=torch.int32).reshape(90, 3, 12, 12)
-    steps = [fastamp.RandomCrop(padding=2), fastamp.RandomHorizontalFlip()]
-    return fastamp.ArrayDataset(images, torch.arange(90), augment=steps)
-
-
 TOKENS = np.split(np.arange(2001, dtype=np.uint32), [333, 1500])
 ANY = (0, 1, 2, 4)  # how many workers a run may have
 # What is loaded, its options, and the workers that a run may have.
 KINDS = {
     "threads": (Drawn, {"worker": "thread"}, ANY),
     "stream": (Stream, {"shuffle": False}, (0,)),
-    "images": (
-        lambda: fastamp.ImageFolder(folder_of_images(), 24, random_crop=(0.2, 1.0), flip=True),
-        {"worker": "thread"},
-        ANY,
-    ),
-    "augmented": (augmented, {}, (0,)),
     "tokens": (lambda: fastamp.TokenDataset(TOKENS, 20, random_offsets=True), {}, (0,)),
-    "table": (table, {}, (0,)),
 }
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from support.fault_trials import BENCH_FILES, GROUPS, PRELOADED, SUBJECTS, History, Trials
+from support.fault_trials import FILES, GROUPS, PRELOADED, SUBJECTS, History, Trials
 from support.faults import Fault, Server
 
 WANTED = {"loops": 4}  # that strike, else 2; `nox -s faults` wants hundreds
@@ -90,9 +90,9 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_as_the_folders_error(server
 
 
 def make_folder(folder):
-    """Make a folder with the files of the bench, which a program then replaces."""
+    """Make a folder with older files, which a program then replaces."""
     folder.mkdir()
-    for name, text in BENCH_FILES.items():
+    for name, text in FILES.items():
         (folder / name).write_text(text)
     return folder
 
@@ -118,6 +118,6 @@ def test_a_program_that_does_not_sync_is_found_out(server, tmp_path):
         ran = server.run("support.fault_programs:write_carelessly", folder, fault=fault)
         assert ran.struck == "remove"
         text = (folder / "record").read_text()
-        assert text in BENCH_FILES["record"] or set(text) <= {"x"}
+        assert text in FILES["record"] or set(text) <= {"x"}
         found.add(len(text))
-    assert {0, 10_000, len(BENCH_FILES["record"])} <= found
+    assert {0, 10_000, len(FILES["record"])} <= found
