@@ -10,7 +10,6 @@ import fastamp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_loop_resumes_to_the_bit_with_other_workers(kind):
-    pytest.importorskip({"images": "PIL", "table": "datasets"}.get(kind, "torch"))
     assert try_kind(kind, kills=1, seed=1) == []
 
 

@@ -1,4 +1,4 @@
-"""The documentation: the programs of its pages run, and the reference has every public name.
+"""README and documentation: programs run, links lead somewhere, the reference is whole.
 
 `nox -s docs` builds it, and finds what is wrong with its links.
 """
@@ -22,8 +22,13 @@ from fastamp import integrations
 from fastamp.bench.__main__ import COMMANDS
 from fastamp.bench.tasks import EXAMPLE
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
+README = (ROOT / "README.md").read_text()
+OF_README = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+GUIDES = sorted(path for path in (DOCS / "guides").glob("*.md") if path.name != "index.md")
+FIGURE = re.compile(r"\d[\d.]*x \[[\d., ]+\]|\d[\d.]+ ms")
 # What a block may be called that does not run; a directive's name stands in braces.
 OTHERS = {"sh", "diff", "text", "json", "yaml", "toml"}
 INTEGRATIONS = "fastamp.integrations."
@@ -186,12 +191,6 @@ def test_every_public_name_has_an_example_that_runs(needs, tmp_path):
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_the_blocks_of_a_page_are_programs_in_its_lines():
-    page = "a\n```python\nx = 1\n```\n- b\n  ```python\n  y = x\n  ```\n```py\nz = 2\n```\n"
-    assert [block.language for block in read_blocks(page)] == ["python", "python", "py"]
-    assert read_programs(page) == ["\n\nx = 1\n\n\n\ny = x\n", "\n" * 9 + "z = 2\n"]
-
-
 def test_a_diff_is_applied_to_the_program_before_it():
     page = "```py\nx = 1\ny = 2\n```\n```diff\n x = 1\n+w = 0\n-y = 2\n```\n"
     page += "```diff\n-w = 0\n```\n```python\nx\n```\n"
@@ -200,3 +199,38 @@ def test_a_diff_is_applied_to_the_program_before_it():
     assert kept == [["x = 1", "y = 2"], ["x = 1", "w = 0"], ["x = 1", "x"]]
     with pytest.raises(ValueError, match="is not in list"):
         read_programs(page.replace("-y = 2", "-y = 1"))
+
+
+@pytest.mark.parametrize("program", OF_README, ids=range(len(OF_README)))
+def test_a_program_of_the_readme_runs_as_it_stands(program, tmp_path):
+    done = run_python(f"import warnings; warnings.simplefilter('error')\n{program}", cwd=tmp_path)
+    assert (done.returncode, done.stderr, done.left) == (0, "", [])
+    assert done.stdout
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *PAGES], ids=lambda page: page.name)
+def test_links_lead_to_files_that_are_there(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_readme_has_at_most_110_lines():
+    assert OF_README
+    assert README.count("\n") <= 110
+
+
+def test_every_figure_of_a_guide_stands_in_the_measurements():
+    [measured] = DOCS.rglob("measured.md")
+    known = set(FIGURE.findall(measured.read_text()))
+    known |= {f"{figure} ms" for figure in re.findall(r"\d+\.\d+", measured.read_text())}
+    for page in GUIDES:
+        figures = FIGURE.findall(" ".join(page.read_text().split()))
+        assert {figure for figure in figures if figure not in known} == set(), page.name
+
+
+def test_the_index_has_a_line_for_every_guide():
+    index = (DOCS / "guides" / "index.md").read_text()
+    listed, names = re.findall(r"\]\((.+)\.md\)", index), [page.stem for page in GUIDES]
+    assert sorted(listed) == names
+    assert [line for line in index.splitlines() if line in names] == listed  # the toctree

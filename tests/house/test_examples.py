@@ -9,13 +9,8 @@ import pytest
 from support.processes import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDS = {
-    "nanogpt": "torch",
-    "image_classifier": "sklearn",
-    "train_gpt": "torch",
-    "lightning_gpt": "lightning",
-    "accelerate_gpt": "accelerate",
-}
+NEEDS = {"nanogpt": "torch", "image_classifier": "sklearn", "train_gpt": "torch"}
+NEEDS |= {"lightning_gpt": "lightning", "accelerate_gpt": "accelerate"}
 SMALL = ["--layers", "1", "--heads", "2", "--width", "32", "--block-size", "32", "--lr", "0.01"]
 SMALL += ["--steps", "80", "--checkpoint-every", "30"]
 ARGUMENTS = {"train_gpt": SMALL}

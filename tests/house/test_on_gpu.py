@@ -129,10 +129,7 @@ def test_the_list_needs_nothing_and_tells_parts_of_two_calls():
 def test_every_part_says_that_it_needs_a_gpu_before_it_builds_anything():
     for words in [[name] for name, *_ in parts()] + [["first"], ["second"], []]:
         assert run(*words) == (2, "", "on_gpu.sh: needs a GPU, and finds none\n")
-
-
-def test_a_part_that_is_not_known_is_refused():
-    assert run("tests", "nothing") == (2, "", "on_gpu.sh: nothing is no part; --list tells them\n")
+    assert run("tests", "no") == (2, "", "on_gpu.sh: no is no part; --list tells them\n")
 
 
 def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
@@ -151,8 +148,9 @@ def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
     assert "the log of" in Path(machine["RESULTS"], "on_gpu.log").read_text()
 
 
-@pytest.mark.parametrize("call", ["first", "second"])
-@pytest.mark.parametrize("how", ["BREAKS", "HANGS"])
+@pytest.mark.parametrize(
+    ("call", "how"), [("first", "BREAKS"), ("first", "HANGS"), ("second", "BREAKS")]
+)
 def test_every_part_that_fails_or_is_cut_short_leaves_its_lines(call, how, machine):
     words = {how: "gpu[_.]|distributed", "PART_S": "1"}  # all but the builds
     status, out = finish(start(machine, call, **words))
@@ -168,21 +166,8 @@ def test_every_part_that_fails_or_is_cut_short_leaves_its_lines(call, how, machi
     renamed = {"nccl": "nccl-ddp", "shipped": "shipped-bits"}
     assert {renamed.get(name, name) for name, its, *_ in parts() if its == call} <= found.keys()
     assert "the log of" in out  # the end of the log, of each part
-
-
-def test_a_part_that_fails_leaves_the_results_of_the_others(machine):
-    status, _ = finish(start(machine, "first", BREAKS="launches"))
-    assert status == 1
-    assert [name for name, said in statuses(machine).items() if said != "passed"] == ["launches"]
-
-
-def test_a_part_that_is_cut_short_names_the_tests_that_had_run(machine):
-    status, _ = finish(start(machine, "first", HANGS="gpu_tests.py", PART_S="1"))
-    assert status == 1
-    parts = record_of(machine)["parts"]
-    assert (parts["tests"]["status"], parts["tests"]["rc"]) == ("cut short", 124)
-    assert parts["tests"]["files"]["tests/a.py"]["ran"] == ["test_one"]
-    assert parts["memcheck"]["status"] == "passed"
+    if "tests" in found:
+        assert found["tests"]["files"]["tests/a.py"]["ran"] == ["test_one"]
 
 
 def test_a_script_that_is_stopped_leaves_the_record_of_what_had_run(machine):
@@ -196,44 +181,21 @@ def test_a_script_that_is_stopped_leaves_the_record_of_what_had_run(machine):
     assert {*found.values()} == {"passed"}
 
 
-def test_what_a_killed_script_has_left_is_in_the_next_ones_record(machine):
-    process = start(machine, "facts", HANGS="facts")
-    wait_until(process, Path(machine["RESULTS"], "pid").exists)
-    process.kill()
-    piece = int(Path(machine["RESULTS"], "pid").read_text())
-    os.killpg(os.getpgid(piece), signal.SIGKILL)
-    process.communicate()
-    assert not Path(machine["RESULTS"], NAME).exists()
-    finish(start(machine, "nvml"))
-    assert statuses(machine)["facts"] == "cut short"
-    assert statuses(machine)["nvml"] == "passed"
-
-
 def test_a_build_that_fails_leaves_its_log_and_a_record(machine):
     status, out = finish(start(machine, "first", BREAKS="pip.install"))
-    assert status == 1
-    assert statuses(machine) == {"build": "failed"}
+    assert (status, statuses(machine)) == (1, {"build": "failed"})
     assert "pip install" in Path(machine["RESULTS"], "on_gpu.log").read_text()
     assert "pip install" in out
 
 
-def test_a_call_leaves_out_what_it_has_no_time_for_and_says_so(machine):
-    finish(start(machine, "first", LIMIT_S="60"))  # 75 seconds are kept behind the tests
-    assert statuses(machine)["tests"] == "left out: no time"
-    assert statuses(machine)["memcheck"] == "passed"
-
-
-def test_a_tool_that_is_missing_is_named(machine):
-    Path(machine["PATH"].partition(":")[0], "compute-sanitizer").unlink()
-    finish(start(machine, "memcheck"))
-    assert statuses(machine)["memcheck"] == "left out: there is no compute-sanitizer here"
-
-
-def test_git_is_not_needed(machine):
+def test_a_call_leaves_out_what_it_has_no_time_or_tool_for_and_says_so(machine):
     tools = Path(machine["PATH"].partition(":")[0])
+    (tools / "compute-sanitizer").unlink()
     (tools / "git").write_text("#!/bin/bash\necho 'git: none' >&2\nexit 127\n")
     (tools / "git").chmod(0o755)
-    assert finish(start(machine, "facts", COMMIT=""))[0] == 0
+    finish(start(machine, "first", LIMIT_S="60", COMMIT=""))  # 75 s are kept behind the tests
+    assert statuses(machine)["tests"] == "left out: no time"
+    assert statuses(machine)["memcheck"] == "left out: there is no compute-sanitizer here"
     assert record_of(machine)["parts"]["facts"]["commit"] == ""
 
 
@@ -254,7 +216,6 @@ def test_last(): pass
 @pytest.mark.skip(reason="no such thing")
 def test_skipped(): pass
 """
-
 
 ILLEGAL = ("an illegal memory access",)
 
@@ -291,22 +252,18 @@ def test_a_file_that_is_stopped_leaves_a_line_for_each_test(tmp_path, script):
         assert "assert [1] == [2]" in found["failures"][0]["why"]
 
 
-def test_a_file_that_takes_too_long_is_stopped(tmp_path):
-    (tmp_path / "test_one.py").write_text(TESTS)
-    status, lines, _ = run_tests("--each", "0.1", "--patience", "0", str(tmp_path / "test_one.py"))
-    assert (status, lines[-1]["end"]) == (1, "cut short")
-
-
-def test_a_file_without_such_tests_is_no_failure(tmp_path):
-    (tmp_path / "test_one.py").write_text("def test_other(): pass")
-    status, lines, _ = run_tests(str(tmp_path / "test_one.py"))
-    assert (status, [line["end"] for line in lines]) == (0, ["no tests"])
-
-
-def test_files_for_which_there_is_no_time_are_named(tmp_path):
-    (tmp_path / "test_one.py").write_text("")
-    status, lines, _ = run_tests("--limit", "0", str(tmp_path / "test_one.py"))
-    assert (status, [line["end"] for line in lines]) == (1, ["left out: no time"])
+@pytest.mark.parametrize(
+    ("text", "words", "status", "end"),
+    [
+        (TESTS, ["--each", "0.1", "--patience", "0"], 1, "cut short"),
+        ("def test_other(): pass", [], 0, "no tests"),
+        ("", ["--limit", "0"], 1, "left out: no time"),
+    ],
+)
+def test_the_last_line_of_a_file_names_its_end(text, words, status, end, tmp_path):
+    (tmp_path / "test_one.py").write_text(text)
+    found, lines, _ = run_tests(*words, str(tmp_path / "test_one.py"))
+    assert (found, lines[-1]["end"]) == (status, end)
 
 
 @pytest.fixture
@@ -364,38 +321,18 @@ def test_a_wrong_bit_and_an_error_are_lines_and_the_next_case_runs(script, monke
     assert wrong == [f"RuntimeError: {ILLEGAL[0]}"]
 
 
-def test_all_nans_are_one_number(script):
-    bits = script("gpu_bits")
-    other = torch.tensor([0x7FFFFFFF, 0]).int().view(torch.float32)
-    ours, theirs = bits.take({"norm": other}), bits.take({"norm": torch.tensor([math.nan, 0.0])})
-    assert bits.compare(ours, theirs) == []
-    zeros = bits.take({"norm": torch.tensor([math.nan, -0.0])})
-    assert bits.compare(zeros, theirs) == ["norm: 1 of 2 elements, from 1"]
-
-
 def test_the_soak_runs_on_a_cpu_and_finds_a_wrong_batch(script, monkeypatch, capsys):
     gpu_soak = script("gpu_soak")
-    assert gpu_soak.PASSES >= 40
-    monkeypatch.setattr(gpu_soak, "PASSES", 8)
-
-    words = ["--device", "cpu", "--batches", "30", "--minutes", "0", "--rows", "256"]
-
-    def run():
-        status = gpu_soak.main(words)
-        return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    status, lines = run()
-    assert status == 0
-    cases = {line["case"]: line["ok"] for line in lines if "case" in line}
-    assert {*cases.values()} == {True}
-    ways = [name for name in cases if name.startswith("a loader, ")]
-    assert [*cases] == ["30 batches", *ways, "memory is flat"]
-    assert len(ways) == 5
-    assert [line["passes"] for line in lines if "memory" in line] == [8]
+    monkeypatch.setattr(gpu_soak, "PASSES", 2)
+    monkeypatch.setattr(gpu_soak, "SLACK", dict.fromkeys(gpu_soak.SLACK, math.inf))
+    words = ["--device", "cpu", "--batches", "9", "--minutes", "0", "--rows", "256"]
+    assert gpu_soak.main(words) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum(line["ok"] for line in lines if "case" in line) == 7
     monkeypatch.setattr(gpu_soak.Items, "__getitem__", lambda items, i: items.rows[i] + 1)
     monkeypatch.setattr("fastamp.prefetch", lambda batches, _: (batch + 1 for batch in batches))
-    status, lines = run()
-    assert status == 1
+    assert gpu_soak.main(words) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "batch 0: the sum is" in lines[0]["wrong"][0]
     wrong = {line["case"] for line in lines if "case" in line and not line["ok"]}
     assert wrong >= {"a loader, item by item", "a loader, in threads"}

@@ -10,61 +10,45 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support import lean, ranks
 from support.bits import bits
-from support.gradients import random
+from support.drawn import EXAMPLES, hypothesis
 from support.lean import FAMILY, OPTIONS, everything, give, make, train
 
 import fastamp
 from fastamp import _ops
 from fastamp._ops import choose, formats
 
+st = hypothesis.strategies
+BOTH = pytest.mark.parametrize("exact", [True, False])
+needs_ranks = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="no torch.distributed"
+)
+
 
 def same_bits(one, other):
     return bits(one.detach()).tobytes() == bits(other.detach()).tobytes()
 
 
-@pytest.fixture(scope="module")
-def expected():
-    """What the fallback makes of each format; the other backends have to get the same bits."""
-    found = {}
-    for name, *formats_of in FAMILY:
-        with _ops.use_only("fallback"):
-            parameters, optimizer = make(*formats_of, name=name)
-            said = train(parameters, optimizer, 5)
-        assert {way for way, _ in said} == {"fallback"}
-        found[(name, *formats_of)] = everything(parameters, optimizer)
-    return found
-
-
-@pytest.mark.parametrize(("name", "dtype", "moments", "exact"), FAMILY)
-def test_all_backends_get_the_same_bits(name, dtype, moments, exact, compiled, device, expected):
-    parameters, optimizer = make(dtype, moments, exact, name=name)
-    said = train(parameters, optimizer, 5)
-    assert [skipped for _, skipped in said] == [False, False, True, False, False]
-    assert {way for way, _ in said} == {"native"}
-    assert everything(parameters, optimizer) == expected[name, dtype, moments, exact]
-
-
-@settings(deadline=None, max_examples=30)
-@given(
+@pytest.mark.parametrize("case", FAMILY, ids=str)
+@hypothesis.settings(EXAMPLES, max_examples=8)
+@hypothesis.given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 700)), min_size=1, max_size=4),
     st.lists(st.integers(0, 30_000), max_size=2),
-    st.sampled_from(FAMILY),
     st.sets(st.integers(0, 3)),
 )
-def test_all_sizes_get_the_same_bits(matrices, vectors, case, bad):
-    sizes = [*matrices, *((size,) for size in vectors), (3, 64)]
+@hypothesis.example([(70, 5), (7, 300), (2, 70_000)], [3, 0, 1025], {2})
+def test_all_backends_get_the_same_bits(case, compiled, device, matrices, vectors, bad):
+    sizes = [*matrices, *((size,) for size in vectors), (3, 64), (4, 3, 5, 7)]
     name, *formats_of = case
     found = []
-    for backend in ("fallback", "cpu")[: len(fastamp.backends())]:
-        with _ops.use_only(backend):
+    for backend, way in ((None, "native"), ("fallback", "fallback")):
+        with contextlib.nullcontext() if backend is None else _ops.use_only(backend):
             parameters, optimizer = make(*formats_of, sizes, name)
-            train(parameters, optimizer, 4, bad=bad)
+            said = train(parameters, optimizer, 4, bad=bad)
+        assert said == [(way, step in bad) for step in range(4)]
         found.append(everything(parameters, optimizer))
-    assert found[0] == found[-1]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["SGD", "Lion"])
@@ -82,24 +66,24 @@ def test_float32_steps_as_in_float64(name, backend, device):
                 state.mul_(group["momentum"]).add_(grad + decay * weight)
                 weight -= rate * state
             else:
-                (beta1, beta2), sign = group["betas"], torch.sign
-                change = sign(beta1 * state + (1 - beta1) * grad)
+                beta1, beta2 = group["betas"]
+                change = torch.sign(beta1 * state + (1 - beta1) * grad)
                 state.mul_(beta2).add_((1 - beta2) * grad)
                 weight -= rate * (change + decay * weight)
     for parameter, weight in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.detach().cpu().double(), weight, rtol=1e-5, atol=1e-6)
 
 
+def copies_of(parameters):
+    return [torch.nn.Parameter(each.detach().clone()) for each in parameters]
+
+
 def test_float32_is_bit_identical_to_torchs_adamw_in_fastamps_step(compiled, device):
     ours, optimizer = make(torch.float32, "float32", True)
-    theirs = [torch.nn.Parameter(each.detach().clone()) for each in ours]
-    groups = [
-        {**g, "params": p}
-        for g, p in zip(
-            ({}, {"lr": 3e-3, "betas": (0.3, 0.99)}), (theirs[:4], theirs[4:]), strict=True
-        )
-    ]
-    torchs = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    theirs = copies_of(ours)
+    own, of_second = OPTIONS["AdamW"]
+    groups = [{"params": theirs[:4]}, {"params": theirs[4:], **of_second}]
+    torchs = torch.optim.AdamW(groups, **own, fused=True)
     assert train(ours, optimizer, 5) == train(theirs, torchs, 5)
     assert everything(ours, optimizer) == everything(theirs, torchs)
 
@@ -118,7 +102,7 @@ def test_exact_weights_are_those_of_float32_over_a_thousand_steps(name, backend,
         assert (ours.float() - theirs).abs().max() <= theirs.abs().max() * 2**-8
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@BOTH
 def test_updates_that_are_smaller_than_a_bfloat16_step_add_up(exact, backend, device):
     parameter = torch.nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16, device=device))
     optimizer = fastamp.AdamW([parameter], lr=1e-4, weight_decay=0.0, exact=exact)
@@ -141,29 +125,24 @@ def test_weights_that_get_no_gradient_decay_by_random_bits_of_their_own(backend,
 
 
 def test_halves_give_back_every_float32():
-    values = torch.cat(
-        [
-            torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32).view(torch.float32),
-            torch.tensor([0.0, -0.0, math.inf, -math.inf, 3.4e38, 1e-45, -1e-45, 65504.5]),
-        ]
-    )
-    values = values[~values.isnan()]
+    ends = [0.0, -0.0, math.inf, -math.inf, 3.4e38, 1e-45, -1e-45, 65504.5]
+    values = torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32).view(torch.float32)
+    values = torch.cat([values[~values.isnan()], torch.tensor(ends)])
     high, low = formats.split(values)
     assert same_bits(formats.join(high, low), values)
     assert formats.split(torch.tensor([math.nan]))[0].isnan().all()
 
 
 @pytest.mark.parametrize(("signed", "top"), [(True, 247), (False, 63487 + 1 / 32)])
-def test_a_decoded_code_is_encoded_as_itself_with_a_million_scales(signed, top):
+def test_a_decoded_code_is_encoded_as_itself_with_any_scale(signed, top):
     # A row is a block of all codes; its largest one gives the scale that it was decoded with.
     # Scales are any float32 and the ends of the range; noise is the least and the most.
     ends = torch.tensor([2**-100 / top, torch.finfo(torch.float32).max / top]).view(torch.int32)
-    drawn = torch.randint(1, 0x7F800000, (1_130_000,), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(1, 0x7F800000, (100_000,), generator=torch.Generator().manual_seed(0))
     drawn[:20] = (ends[:, None] + torch.arange(-5, 5)).flatten()
     codes = torch.arange(256).to(torch.uint8).expand(250, 256)
     noises = [None] * signed
     noises += [torch.full_like(codes, n, dtype=torch.int32) for n in (0, -1)]
-    count = 0
     for scales in drawn.to(torch.int32).view(torch.float32).split(250):
         values = formats.decode(codes, scales[:, None], signed=signed)
         is_small, is_large = scales * top < 2**-100, (scales * top).isinf()
@@ -174,11 +153,9 @@ def test_a_decoded_code_is_encoded_as_itself_with_a_million_scales(signed, top):
             assert ((found[:, 0] - scales).abs() <= scales * 2e-7)[is_kept].all()
             assert not found[is_small].any()
             assert found[is_large].isinf().all()
-        count += int(is_kept.sum())
-    assert count > 1_000_000
 
 
-def test_codes_are_within_a_thirty_second_part(backend):
+def test_codes_are_within_a_thirty_second_part():
     values = torch.exp2(-16 * torch.rand(100, 256, generator=torch.Generator().manual_seed(0)))
     for signed in (True, False):
         codes, scales = formats.encode(values, signed=signed)
@@ -187,44 +164,37 @@ def test_codes_are_within_a_thirty_second_part(backend):
         assert (error <= values / 32 + smallest / 16).all()
 
 
-def test_a_second_moment_that_decays_slowly_is_not_stuck(backend, device):
-    # A thousandth a step, of codes that are 3 to 6 % apart: one element keeps the block's scale.
-    parameter = torch.nn.Parameter(torch.zeros(2, 256, device=device))
-    optimizer = fastamp.AdamW([parameter], moments="8bit", lr=0.0)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    for step in range(300):
-        parameter.grad = 0.01 * random((2, 256), torch.float32, device, seed=step)
-        parameter.grad[:, 0] = 1.0
-        optimizer.step()
-    state = optimizer.state[parameter]
-    moments = formats.decode(state["exp_avg_sq_codes"], state["exp_avg_sq_scale"], signed=False)
-    assert moments[:, 1:].mean().item() == pytest.approx(1e-3 * 0.999**300, rel=0.05)
-
-
 @pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
-@pytest.mark.parametrize(("name", "factor"), [("SGD", 0.999), ("Lion", 0.99)])
-def test_a_momentum_that_decays_slowly_is_not_stuck(name, factor, moments, backend, device):
+@pytest.mark.parametrize(
+    ("name", "factor", "options"),
+    [
+        ("AdamW", 0.999, {}),
+        ("SGD", 0.999, {"momentum": 0.999}),
+        ("Lion", 0.99, {"betas": (0.9, 0.99)}),
+    ],
+)
+def test_a_moment_that_decays_slowly_is_not_stuck(name, factor, options, moments, backend, device):
+    """Codes are 3 to 6 % apart: one element of a block keeps the block's scale."""
     parameter = torch.nn.Parameter(torch.zeros(2, 4096, device=device))
-    option = {"momentum": factor} if name == "SGD" else {"betas": (0.9, factor)}
-    optimizer = getattr(fastamp, name)([parameter], lr=0.0, moments=moments, **option)
+    optimizer = getattr(fastamp, name)([parameter], lr=0.0, moments=moments, **options)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = optimizer.state[parameter]
-    (form,) = _ops.torch_update.states_of(optimizer.rule, optimizer.param_groups[0])
-    first = form.read(state).clone()
+    moment = _ops.torch_update.states_of(optimizer.rule, optimizer.param_groups[0])[-1]
+    first = moment.read(state).clone()
     parameter.grad = torch.zeros_like(parameter)
     for _ in range(100):
-        parameter.grad[:, ::256] = (1 - factor) * first[0, 0] * (100 if name == "Lion" else 1)
+        largest = (1 - factor) * first[0, 0] * (100 if name == "Lion" else 1)
+        parameter.grad[:, ::256] = 1.0 if name == "AdamW" else largest
         optimizer.step()
-    decayed = (form.read(state) / first)[:, 1:256].mean().item()
+    decayed = (moment.read(state) / first)[:, 1:256].mean().item()
     assert decayed == pytest.approx(factor**100, rel=0.05)
 
 
-def test_zero_grad_hooks_and_scalers_step_alike(backend, device):
+def test_all_ways_to_step_have_the_same_bits(backend, device):
     found = []
-    ways = ["optimizer_step", "scaler", "hooked", "torch's scaler"]
-    for how in ways[: 3 if device == "cuda" else 4]:  # torch's has no bfloat16 on a GPU
+    ways = ["zero_grad", "scaler", "hooked", "bare", "torch's scaler"]
+    for how in ways[: 4 if device == "cuda" else 5]:  # torch's has no bfloat16 on a GPU
         parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100), (9,)])
         cls = torch.amp.GradScaler if how == "torch's scaler" else fastamp.GradScaler
         scaler = cls(device, init_scale=4.0)
@@ -239,133 +209,153 @@ def test_zero_grad_hooks_and_scalers_step_alike(backend, device):
                     parameter.grad *= 4
                 scaler.step(optimizer)
                 scaler.update()
+            elif how == "bare":
+                assert optimizer.step(lambda: 1.5) == 1.5
             else:
-                fastamp.optimizer_step(optimizer, zero_grad=how == "optimizer_step")
+                fastamp.optimizer_step(optimizer, zero_grad=how == "zero_grad")
         assert len(called) == 3 * (how == "hooked")
         found.append(everything(parameters, optimizer)[:2])
     assert found == [found[0]] * len(found)
 
 
-def test_a_bare_step_is_the_same_step_and_calls_a_closure(backend, device):
-    parameters, optimizer = make(torch.bfloat16, "8bit", True)
-    others, other = make(torch.bfloat16, "8bit", True)
-    for step in range(3):
-        give(others, step)
-        assert optimizer.step(lambda step=step: give(parameters, step) or 1.5) == 1.5
-        fastamp.optimizer_step(other)
-    assert everything(parameters, optimizer) == everything(others, other)
-
-
-def warns_of_operators(backend):
-    """Expect a warning where a gradient's layout takes a step from compiled code."""
-    if backend == "fallback":
-        return contextlib.nullcontext()
-    return pytest.warns(UserWarning, match="in torch's operators, .* a gradient's dtype, layout")
-
-
-def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend, device):
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_a_gradient_with_gaps_or_of_one_element_is_stepped_in_operators(
+    is_expanded, backend, device
+):
+    """The gradient of a sum is one element in memory."""
     parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
     others, other = make(torch.float32, "8bit", True, [(4, 100)])
     give(parameters, 0)
     others[0].grad = parameters[0].grad.repeat_interleave(2, dim=1)[:, ::2]
-    optimizer.step()
-    with warns_of_operators(backend):
-        other.step()
-    assert same_bits(parameters[0], others[0])
-
-
-def test_an_expanded_gradient_is_clipped_once(backend, device):
-    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
-    others, other = make(torch.float32, "8bit", True, [(4, 100)])
-    # of a sum: one element in memory
-    parameters[0].grad = torch.ones((), device=device).expand(4, 100)
-    others[0].grad = torch.ones(4, 100, device=device)
-    with warns_of_operators(backend):
-        assert fastamp.optimizer_step(optimizer, max_norm=5.0).norm == 20
-    assert fastamp.optimizer_step(other, max_norm=5.0).norm == 20
+    if is_expanded:
+        parameters[0].grad = torch.ones(4, 100, device=device)
+        others[0].grad = torch.ones((), device=device).expand(4, 100)
+    match = "in torch's operators, .* a gradient's dtype, layout"
+    warns = pytest.warns(UserWarning, match=match)
+    with contextlib.nullcontext() if backend == "fallback" else warns:
+        report = fastamp.optimizer_step(other, max_norm=5.0)
+    expected = fastamp.optimizer_step(optimizer, max_norm=5.0)
+    assert report.norm == expected.norm
     assert same_bits(parameters[0], others[0])
     assert torch.equal(parameters[0].grad, others[0].grad)
-    assert parameters[0].grad[0, 0].item() == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_weights_that_were_set_to_zero_stay_numbers(zero, backend, device):
+def test_weights_that_were_set_to_zero_stay_numbers(backend, device):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
     train(parameters, optimizer, 2, bad=())
     with torch.no_grad():
-        parameters[0].fill_(zero)  # a pruned weight: its lower half belongs to another one
+        parameters[0].fill_(-0.0)  # a pruned weight: its lower half belongs to another one
     assert (optimizer.master_weights()[0].abs() < 2**-126).all()
     train(parameters, optimizer, 1, first=2, bad=())
     assert parameters[0].isfinite().all()
 
 
-def test_a_parameter_with_gaps_in_its_memory_is_refused(backend, device):
-    whole = torch.ones(4, 100, device=device)
-    parameter = torch.nn.Parameter(whole[:, :70])
-    optimizer = fastamp.AdamW([parameter])
-    parameter.grad = torch.ones(4, 70, device=device)
-    with pytest.raises(RuntimeError, match=r"\['params'\]\[0\]: there are gaps .*\.contiguous"):
-        optimizer.step()
-    assert (whole == 1).all()
+def leave_gaps(optimizer, parameter):
+    parameter.data = torch.ones(4, 200, device=parameter.device)[:, ::2]
+    optimizer.state.clear()
 
 
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_another_order_of_memory_in_mid_run_is_refused(moments, backend, device):
-    model = torch.nn.Conv2d(64, 64, 3, device=device)
-    optimizer = fastamp.AdamW(model.parameters(), moments=moments)
-    give([*model.parameters()], 0)
+def change_the_order(optimizer, parameter):
+    for tensor in (parameter, parameter.grad):
+        tensor.data = tensor.data.t().contiguous().t()
+
+
+def change_the_shape(optimizer, parameter):
+    parameter.grad = None
+    parameter.data = torch.ones(4, 10, 10, device=parameter.device)
+    parameter.grad = torch.ones_like(parameter)
+
+
+def change_exact(optimizer, parameter):
+    optimizer.param_groups[0]["exact"] = not optimizer.param_groups[0]["exact"]
+
+
+def reset_a_moment(optimizer, parameter):  # by assignment, as in ReLoRA: it would change nothing
+    optimizer.state[parameter]["exp_avg_sq"] = torch.zeros(4, 100, device=parameter.device)
+
+
+ANEW = r"exact or a parameter's dtype changed .* optimizer.load_state_dict\(optimizer.state_"
+
+
+@pytest.mark.parametrize(
+    ("change", "exact", "said"),
+    [
+        (leave_gaps, True, r"\['params'\]\[0\]: there are gaps .*\.contiguous"),
+        (change_the_order, True, r"\['params'\]\[0\]: exp_avg.*\.load_state_dict"),
+        (change_the_shape, True, "exp_avg_codes: its shape or memory format"),
+        (change_exact, True, ANEW),
+        (change_exact, False, ANEW),
+        (reset_a_moment, True, r"exp_avg_sq was set beside .* del optimizer.state"),
+    ],
+)
+def test_what_cannot_be_in_mid_run_is_refused_by_name_and_changes_nothing(
+    change, exact, said, backend, device
+):
+    (parameter,), optimizer = make(torch.bfloat16, "8bit", exact, [(4, 100)])
+    train([parameter], optimizer, 2, bad=())
+    give([parameter], 2)
+    change(optimizer, parameter)
+    before = everything([parameter], optimizer)
+    for step in (optimizer.step, lambda: fastamp.optimizer_step(optimizer)):
+        with pytest.raises(RuntimeError, match=said):
+            step()
+    assert everything([parameter], optimizer) == before
+    if change is reset_a_moment:
+        del optimizer.state[parameter]
+    elif "load_state_dict" in said:
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        return
     optimizer.step()
-    model.to(memory_format=torch.channels_last)
-    before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"\['params'\]\[0\]: exp_avg.*\.load_state_dict"):
-        optimizer.step()
-    assert torch.equal(model.weight, before)
-    optimizer.load_state_dict(optimizer.state_dict())  # in the new order
-    optimizer.step()
+    assert ("low" in optimizer.state[parameter]) == optimizer.param_groups[0]["exact"]
 
 
-def test_another_shape_in_mid_run_is_refused(backend, device):
-    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
-    give(parameters, 0)
-    optimizer.step()
-    for shape in [(), (4,), (100, 4), (4, 10, 10)]:
-        parameters[0].grad = None
-        parameters[0].data = torch.ones(shape, device=device)
-        parameters[0].grad = torch.ones(shape, device=device)
-        with pytest.raises(RuntimeError, match="exp_avg_codes: its shape or memory format"):
-            optimizer.step()
-        assert (parameters[0] == 1).all()
+def test_weights_that_became_float32_use_no_lower_half(backend, device):
+    parameters, optimizer = make(torch.bfloat16, "float32", True, [(4, 100)], lr=0.0)
+    train(parameters, optimizer, 2)
+    parameters[0].data, parameters[0].grad = parameters[0].detach().float(), None
+    before = parameters[0].detach().clone()
+    assert torch.equal(optimizer.master_weights()[0], before)
+    train(parameters, optimizer, 1)
+    assert torch.equal(parameters[0], before)
 
 
-def test_a_learning_rate_may_be_a_tensor(backend, device):
-    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
-    others, other = make(torch.bfloat16, "8bit", True, [(4, 100)], lr=torch.tensor(1e-2))
-    train(parameters, optimizer, 3)
-    train(others, other, 3)
-    assert same_bits(parameters[0], others[0])
-
-
-@pytest.mark.parametrize(("name", "dtype", "moments", "exact"), FAMILY)
-def test_a_loaded_state_resumes_to_the_bit(name, dtype, moments, exact):
-    parameters, optimizer = make(dtype, moments, exact, name=name, seed=7)
-    train(parameters, optimizer, 3)
-    others, other = make(dtype, moments, exact, name=name)
+def by_state(parameters, optimizer):
+    formats_of = [optimizer.param_groups[0][name] for name in ("moments", "exact")]
+    others, other = make(parameters[0].dtype, *formats_of, name=type(optimizer).__name__)
     for theirs, ours in zip(others, parameters, strict=True):
         theirs.data.copy_(ours)
     other.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    return others, other
+
+
+@pytest.mark.parametrize("copied", [by_state, lambda *both: copy.deepcopy(both)], ids=["s", "c"])
+@pytest.mark.parametrize(("name", "dtype", "moments", "exact"), FAMILY)
+def test_a_loaded_state_and_a_copy_resume_to_the_bit(name, dtype, moments, exact, copied):
+    parameters, optimizer = make(dtype, moments, exact, name=name, seed=7)
+    train(parameters, optimizer, 3)
+    others, other = copied(parameters, optimizer)
     assert other.param_groups[0]["seed"] == 7
     train(parameters, optimizer, 3, first=3)
     train(others, other, 3, first=3)
     assert everything(parameters, optimizer) == everything(others, other)
 
 
-def test_torchs_adamw_does_not_take_codes_for_moments():
-    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
-    train(parameters, optimizer, 1)
-    torchs = torch.optim.AdamW(parameters)
-    torchs.load_state_dict(optimizer.state_dict())
-    with pytest.raises(KeyError, match="exp_avg"):
-        torchs.step()
+def test_moments_of_channels_last_are_loaded_in_their_order_of_memory():
+    found, saved = [], None
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = torch.nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)
+        optimizer = fastamp.AdamW(model.parameters(), lr=1e-2, moments="8bit")
+        if saved:
+            optimizer.load_state_dict(pickle.loads(pickle.dumps(saved)))
+        else:
+            model.weight.grad = torch.randn_like(model.weight)
+            optimizer.step()
+            saved = optimizer.state_dict()
+        found.append(optimizer.state[model.weight])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert found[1]["exp_avg"].stride() == model.weight.stride()
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
@@ -373,11 +363,11 @@ def test_torchs_adamw_goes_on_here_and_back(moments):
     theirs, _ = make(torch.float32, "float32", True)
     torchs = torch.optim.AdamW(theirs, lr=1e-2, fused=True)
     train(theirs, torchs, 3)
-    ours = [torch.nn.Parameter(each.detach().clone()) for each in theirs]
+    ours = copies_of(theirs)
     optimizer = fastamp.AdamW(ours, lr=1.0, moments=moments)
     optimizer.load_state_dict(torchs.state_dict())
     assert optimizer.param_groups[0]["lr"] == 1e-2
-    back = torch.optim.AdamW([torch.nn.Parameter(each.detach().clone()) for each in theirs])
+    back = torch.optim.AdamW(copies_of(theirs))
     back.load_state_dict(fastamp.to_torch(optimizer.state_dict()))
     parts = {"float32": 0, "bfloat16": 2**-8, "8bit": 2**-5}
     for one, other in zip(torchs.state.values(), back.state.values(), strict=True):
@@ -396,18 +386,14 @@ def test_torchs_adamw_goes_on_here_and_back(moments):
 def test_torchs_sgd_goes_on_here_and_back(momentum):
     theirs, _ = make(torch.float32, "float32", True, [(4, 100), (9,)])
     torchs = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, weight_decay=0.1)
-    ours = [torch.nn.Parameter(each.detach().clone()) for each in theirs]
-    optimizer = fastamp.SGD(ours, lr=1.0)
     train(theirs, torchs, 2, bad=())
+    ours = copies_of(theirs)
+    optimizer = fastamp.SGD(ours, lr=1.0)
     optimizer.load_state_dict(torchs.state_dict())
-    for one, other in zip(ours, theirs, strict=True):
-        one.data.copy_(other)
+    back = torch.optim.SGD(theirs, lr=1.0)
+    back.load_state_dict(fastamp.to_torch(optimizer.state_dict()))
     train(ours, optimizer, 2, first=2, bad=())
-    torchs.load_state_dict(fastamp.to_torch(optimizer.state_dict()))
-    for one, other in zip(theirs, ours, strict=True):
-        one.data.copy_(other)
-    train(ours, optimizer, 2, first=4, bad=())
-    train(theirs, torchs, 2, first=4, bad=())
+    train(theirs, back, 2, first=2, bad=())
     assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
@@ -421,8 +407,7 @@ def test_a_state_in_other_formats_is_converted():
     train(parameters, optimizer, 3)
     _, wide = make(torch.bfloat16, "float32", False)
     wide.load_state_dict(optimizer.state_dict())
-    assert wide.param_groups[0]["moments"] == "float32"
-    assert wide.param_groups[0]["exact"] is False
+    assert [wide.param_groups[0][name] for name in ("moments", "exact")] == ["float32", False]
     _, again = make(torch.bfloat16, "8bit", True)
     again.load_state_dict(wide.state_dict())
     for one, other in zip(optimizer.state.values(), again.state.values(), strict=True):
@@ -446,8 +431,7 @@ def test_hooks_of_a_load_see_and_change_the_state():
         lambda loaded: seen.extend(state["step"].item() for state in loaded.state.values())
     )
     optimizer.load_state_dict(saved)
-    assert seen == [7.0]
-    assert saved["state"][0]["step"] == 2
+    assert (seen, saved["state"][0]["step"].item()) == ([7.0], 2)
 
 
 def test_a_state_of_an_older_torch_is_loaded(backend):
@@ -461,53 +445,34 @@ def test_a_state_of_an_older_torch_is_loaded(backend):
     assert optimizer.state[parameters[0]]["step"] == 4
 
 
-def test_weights_that_became_float32_use_no_lower_half(backend, device):
-    parameters, optimizer = make(torch.bfloat16, "float32", True, [(4, 100)])
+@pytest.mark.parametrize(
+    ("name", "spoil", "said"),
+    [
+        ("exp_avg_scale", torch.Tensor.half, " of parameter 0 is torch.float16, expected"),
+        ("low", torch.Tensor.half, " of parameter 0 is torch.float16, expected"),
+        ("exp_avg", lambda _: torch.zeros(8), r" of parameter 1 has the shape \(8,\)"),
+        ("exp_avg", None, "parameter 1 has no exp_avg"),
+        ("eps", None, "eps: expected at least"),
+        ("groups", None, "groups of"),
+    ],
+)
+def test_a_wrong_state_is_refused_by_name_and_changes_nothing(name, spoil, said):
+    """Tools that halve float32 tensors move weights by a thousand times the rate."""
+    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100), (9,)])
     train(parameters, optimizer, 2)
-    parameters[0].data, parameters[0].grad = parameters[0].detach().float(), None
-    before = parameters[0].detach().clone()
-    optimizer.param_groups[0]["lr"] = 0.0
-    assert torch.equal(optimizer.master_weights()[0], before)
-    train(parameters, optimizer, 1)
-    assert torch.equal(parameters[0], before)
-
-
-@pytest.mark.parametrize("changed", ["exact=True", "exact=False", "dtype"])
-def test_what_changes_in_mid_run_is_named_and_a_loaded_state_goes_on(changed, backend, device):
-    dtype = torch.float32 if changed == "dtype" else torch.bfloat16
-    parameters, optimizer = make(dtype, "8bit", changed != "exact=True", [(4, 100)])
-    train(parameters, optimizer, 2, bad=())
-    if changed == "dtype":
-        torch.nn.ParameterList(parameters).bfloat16()
+    before = everything(parameters, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    if name == "eps":
+        saved["param_groups"][0]["eps"] = 0.0
+    elif name == "groups":
+        saved["param_groups"] = saved["param_groups"][:0]
     else:
-        optimizer.param_groups[0]["exact"] = changed == "exact=True"
-    give(parameters, 2)
-    before = everything(parameters, optimizer)
-    said = r"exact or a parameter's dtype changed .* optimizer.load_state_dict\(optimizer.state_"
-    for step in (optimizer.step, lambda: fastamp.optimizer_step(optimizer)):
-        with pytest.raises(RuntimeError, match=said):
-            step()
+        state = next(state for state in saved["state"].values() if name in state)
+        old = state.pop(name)
+        state.update({name: spoil(old)} if spoil else {})
+    with pytest.raises(ValueError, match=name + said if spoil else said):
+        optimizer.load_state_dict(saved)
     assert everything(parameters, optimizer) == before
-    optimizer.load_state_dict(optimizer.state_dict())
-    train(parameters, optimizer, 1, first=2, bad=())
-    assert optimizer.state[parameters[0]]["step"] == 3
-    assert ("low" in optimizer.state[parameters[0]]) == (changed != "exact=False")
-
-
-def test_a_moment_that_is_set_beside_its_codes_is_refused_by_name(backend, device):
-    """Resetting moments by assignment, as in ReLoRA, would change nothing."""
-    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
-    train(parameters, optimizer, 2, bad=())
-    give(parameters, 2)
-    optimizer.state[parameters[0]]["exp_avg_sq"] = torch.zeros(4, 100, device=device)
-    before = everything(parameters, optimizer)
-    for step in (optimizer.step, lambda: fastamp.optimizer_step(optimizer)):
-        with pytest.raises(RuntimeError, match=r"exp_avg_sq was set beside .* del optimizer.state"):
-            step()
-    assert everything(parameters, optimizer) == before
-    del optimizer.state[parameters[0]]
-    train(parameters, optimizer, 1, first=2, bad=())
-    assert optimizer.state[parameters[0]]["step"] == 1
 
 
 @pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor], ids="fdt")
@@ -516,40 +481,13 @@ def test_numbers_of_numpy_and_tensors_are_floats_to_it(number, compiled, device)
     results = []
     for as_number in (number, float):
         parameter = torch.nn.Parameter(torch.ones(4, 100, device=device))
-        options = {"weight_decay": as_number(0.5), "eps": as_number(0.25)}
-        options["betas"] = (as_number(0.5), as_number(0.75))
-        optimizer = fastamp.AdamW([parameter], lr=0.125, **options)
+        options = {name: as_number(0.25) for name in ("weight_decay", "eps", "lr")}
+        optimizer = fastamp.AdamW([parameter], betas=(as_number(0.5), as_number(0.75)), **options)
         parameter.grad = torch.ones_like(parameter)
         assert fastamp.optimizer_step(optimizer).way == "native"
-        assert {type(optimizer.param_groups[0][name]) for name in ("eps", "weight_decay")} == {
-            float
-        }
+        assert type(optimizer.param_groups[0]["eps"]) is float
         results.append(parameter.detach())
     assert torch.equal(*results)
-    with pytest.raises(TypeError, match="eps: expected a number, got 'x'"):
-        fastamp.AdamW([parameter], eps="x")
-
-
-@pytest.mark.parametrize("name", ["exp_avg_scale", "low", "exp_avg_codes"])
-def test_a_state_that_was_converted_since_it_was_saved_is_refused_by_name(name):
-    """Tools that halve float32 tensors move weights by a thousand times the rate."""
-    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
-    train(parameters, optimizer, 2)
-    before = everything(parameters, optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0][name] = saved["state"][0][name].half()
-    with pytest.raises(ValueError, match=f"{name} of parameter 0 is torch.float16, expected"):
-        optimizer.load_state_dict(saved)
-    assert everything(parameters, optimizer) == before
-
-
-def test_copies_and_pickles_go_on_alone():
-    parameters, optimizer = make(torch.bfloat16, "8bit", True)
-    train(parameters, optimizer, 2)
-    others, other = copy.deepcopy((parameters, optimizer))
-    train(others, other, 2, first=2)
-    train(parameters, optimizer, 2, first=2)
-    assert everything(parameters, optimizer) == everything(others, other)
 
 
 @pytest.mark.parametrize(
@@ -575,43 +513,39 @@ def test_bytes_of_gpt_2_are_half(name, nbytes):
         assert expected - 0.01 <= found <= expected + 0.1
 
 
-def test_wrong_arguments_are_named():
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("AdamW", {"moments": "4bit"}, r"moments: expected one of \('float32', .* got '4bit'"),
+        ("AdamW", {"moments": "8bit", "eps": 0.0}, "eps: expected at least 1e-12 with moments='8"),
+        ("AdamW", {"amsgrad": True}, "amsgrad=True: fastamp.AdamW does not .* torch.optim.AdamW"),
+        ("AdamW", {"differentiable": True}, "differentiable=True"),
+        ("AdamW", {"lr": -1.0}, "lr: expected at least 0, got -1.0"),
+        ("AdamW", {"lr": torch.ones(2)}, "lr: expected a number or a tensor of one, got 2"),
+        ("AdamW", {"betas": (0.9, 1.0)}, "betas: expected two numbers"),
+        ("AdamW", {"eps": "x"}, "eps: expected a number, got 'x'"),
+        ("AdamW", {"seed": -1}, "seed: expected an integer"),
+        ("SGD", {"dampening": 0.5}, "dampening=0.5: fastamp.SGD does not support .* torch.optim"),
+        ("SGD", {"nesterov": True}, "nesterov=True: expected a momentum above 0"),
+        ("SGD", {"momentum": -1}, "momentum: expected at least 0, got -1.0"),
+    ],
+)
+def test_a_wrong_argument_is_named(name, options, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        getattr(fastamp, name)([torch.nn.Parameter(torch.zeros(4, 64))], **options)
+
+
+def test_parameters_and_gradients_of_other_kinds_are_refused_by_name():
     weight = torch.nn.Parameter(torch.zeros(4, 64))
-    for options, said in [
-        (
-            {"moments": "4bit"},
-            "moments: expected one of ('float32', 'bfloat16', '8bit'), got '4bit'",
-        ),
-        ({"moments": "8bit", "eps": 0.0}, "eps: expected at least 1e-12 with moments='8bit'"),
-        (
-            {"amsgrad": True},
-            "amsgrad=True: fastamp.AdamW does not support it; torch.optim.AdamW does",
-        ),
-        ({"differentiable": True}, "differentiable=True"),
-        ({"lr": -1.0}, "lr: expected at least 0, got -1.0"),
-        ({"lr": torch.tensor(-1.0)}, "lr: expected at least 0, got -1.0"),
-        ({"lr": torch.ones(2)}, "lr: expected a number or a tensor of one, got 2"),
-        ({"betas": (0.9, 1.0)}, "betas: expected two numbers"),
-        ({"betas": (0.9,)}, "betas: expected two numbers"),
-        ({"seed": -1}, "seed: expected an integer"),
-    ]:
-        with pytest.raises(ValueError, match=r"\w") as error:
-            fastamp.AdamW([weight], **options)
-        assert said in str(error.value)
-    for options, said in [
-        ({"dampening": 0.5}, "dampening=0.5: fastamp.SGD does not support it; torch.optim.SGD"),
-        ({"nesterov": True}, "nesterov=True: expected a momentum above 0"),
-        ({"momentum": -1}, "momentum: expected at least 0, got -1.0"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            fastamp.SGD([weight], **options)
-    fastamp.AdamW([weight], fused=False, foreach=True, capturable=True)  # without effect
     with pytest.raises(TypeError, match=r"param_groups\[0\]\['params'\]\[1\] is torch.float16"):
         fastamp.AdamW([weight, torch.nn.Parameter(torch.zeros(3).half())])
-    optimizer = fastamp.AdamW([weight])
+    optimizer = fastamp.AdamW([weight], fused=False, foreach=True, capturable=True)  # no effect
     weight.grad = torch.zeros(4, 64).to_sparse()
     with pytest.raises(RuntimeError, match="cannot make this step: a gradient's dtype, layout"):
         optimizer.step()
+    flat = torch.nn.Parameter(torch.zeros(100_000))
+    with pytest.warns(UserWarning, match=r"saves nothing for param_groups\[0\]\['params'\]\[1\]"):
+        fastamp.SGD([weight, flat], momentum=0.9, moments="8bit")
 
 
 def test_frozen_parameters_may_have_any_dtype(backend):
@@ -628,54 +562,7 @@ def test_frozen_parameters_may_have_any_dtype(backend):
         optimizer.step()
 
 
-def test_a_wrong_state_leaves_the_optimizer_as_it_was():
-    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100), (9,)])
-    train(parameters, optimizer, 2)
-    before = everything(parameters, optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][1]["exp_avg"] = torch.zeros(8)
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 1 has the shape \(8,\)"):
-        optimizer.load_state_dict(saved)
-    saved["param_groups"][0]["eps"] = 0.0
-    with pytest.raises(ValueError, match="eps: expected at least"):
-        optimizer.load_state_dict(saved)
-    saved["param_groups"][0]["eps"] = 1e-8
-    del saved["state"][1]["exp_avg"]
-    with pytest.raises(ValueError, match="parameter 1 has no exp_avg"):
-        optimizer.load_state_dict(saved)
-    saved["param_groups"] = saved["param_groups"][:0]
-    with pytest.raises(ValueError, match="groups of"):
-        optimizer.load_state_dict(saved)
-    assert everything(parameters, optimizer) == before
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_shards_step_as_the_whole_and_move_to_other_numbers_of_ranks():
-    with ranks.start(3) as started:
-        for case in (("AdamW", True), ("AdamW", False), ("SGD", False), ("Lion", True)):
-            (alone,) = started.run(1, lean.sharded_run, 1, None, 4, 0, *case)
-            state, first = None, 0
-            for count in (2, 3):
-                found = started.run(count, lean.sharded_run, count, state, 2, first, *case)
-                state, first = found[0], first + 2
-            for ours, theirs in zip(state, alone, strict=True):
-                lean.assert_same(ours, theirs)
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_8_bits_refuse_tensor_parallel_shards_when_they_are_made():
-    with ranks.start(2) as started:
-        for said in started.run(2, lean.tensor_parallel_refusal):
-            assert "['params'][0] is a DTensor that is not sharded by its first dimension" in said
-
-
-def test_8_bits_of_flat_parameters_warn_by_name():
-    flat = torch.nn.Parameter(torch.zeros(100_000))
-    with pytest.warns(UserWarning, match=r"saves nothing for param_groups\[0\]\['params'\]\[1\]"):
-        fastamp.SGD([torch.nn.Parameter(torch.zeros(4, 100)), flat], momentum=0.9, moments="8bit")
-
-
-@pytest.mark.parametrize("exact", [True, False])
+@BOTH
 def test_master_weights_can_be_loaded(exact, backend, device):
     parameters, optimizer = make(torch.bfloat16, "8bit", exact, [(4, 100), (9,)])
     weights = [torch.randn(p.shape) for p in parameters]
@@ -683,9 +570,8 @@ def test_master_weights_can_be_loaded(exact, backend, device):
     for got, new, p in zip(optimizer.master_weights(), weights, parameters, strict=True):
         assert torch.equal(got.cpu(), new if exact else new.bfloat16().float())
         assert (p.cpu().float() - new).abs().max() <= new.abs().max() * 2**-8
-    with pytest.raises(
-        ValueError, match=r"weights: expected tensors of the shapes .* got \[\(9,\)\]"
-    ):
+    said = r"weights: expected tensors of the shapes .* got \[\(9,\)\]"
+    with pytest.raises(ValueError, match=said):
         optimizer.load_master_weights(weights[1:])
 
 
@@ -707,70 +593,50 @@ def test_without_compiled_code_the_way_is_fallback_and_there_is_one_warning():
     assert "lean optimizers on cpu get the slower" in str(warning.message)
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_shards_step_in_torchs_operators():
-    with ranks.start(2) as started:
-        (alone,) = started.run(1, lean.sharded_run, 1, None, 2, 0)
-        found = started.run(2, lean.sharded_run_of_fallback, 2)
-    lean.assert_same(found[0], alone)
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-@pytest.mark.parametrize("run", [lean.sharded_checkpoint_run, lean.channels_last_checkpoint_run])
-def test_a_checkpoint_of_ranks_resumes_to_the_bit(run, tmp_path):
-    with ranks.start(2) as started:
-        assert started.run(2, run, str(tmp_path)) == [True, True]
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_default_dtype_changes_no_bit(default, backend, device):
-    found = []
+    found, before = [], torch.get_default_dtype()
     for dtype in (torch.float32, default):
         theirs, torchs = make(torch.float32, "float32", True, [(4, 100)])
         train(theirs, torchs, 1)
         parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
-        with default_dtype(dtype):
+        give(parameters, 0)
+        torch.set_default_dtype(dtype)
+        try:
             optimizer.load_state_dict(fastamp.to_torch(torchs.state_dict()))
-        for step in range(2):
-            give(parameters, step)
-            with default_dtype(dtype):
+            for _ in range(2):
                 fastamp.optimizer_step(optimizer, max_norm=1.0)
+        finally:
+            torch.set_default_dtype(before)
         found.append(everything(parameters, optimizer))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_reports_are_float32_whatever_the_default_dtype(default, max_norm, backend, device):
-    parameter = torch.nn.Parameter(torch.ones(3, device=device))
-    parameter.grad = None if max_norm is None else torch.ones_like(parameter)
-    with default_dtype(default):
-        optimizer = torch.optim.RMSprop([parameter])
-        report = fastamp.optimizer_step(optimizer, max_norm=max_norm)
-    values = report.norm, report.found_inf, report.clip_coef, report.scale
-    assert {value.dtype for value in values} == {torch.float32}
+@pytest.fixture(scope="module")
+def three():
+    with ranks.start(3) as started:
+        yield started
 
 
-@pytest.mark.parametrize("fused", [None, True])
-def test_the_count_of_steps_has_torchs_dtype(fused, backend, device):
-    dtypes = []
-    with default_dtype(torch.float64):
-        for step in (torch.optim.Adam.step, fastamp.optimizer_step):
-            values = torch.ones(3, dtype=torch.float32, device=device)
-            parameter = torch.nn.Parameter(values)
-            optimizer = torch.optim.Adam([parameter], fused=fused)
-            for _ in range(2):
-                parameter.grad = torch.ones_like(parameter)
-                step(optimizer)
-            dtypes.append(optimizer.state[parameter]["step"].dtype)
-    assert dtypes[0] == dtypes[1]
+@needs_ranks
+def test_shards_step_as_the_whole_and_move_to_other_numbers_of_ranks(three):
+    for case in (("AdamW", True), ("AdamW", False), ("SGD", False), ("Lion", True)):
+        (alone,) = three.run(1, lean.sharded_run, 1, None, 4, 0, *case)
+        state, first = None, 0
+        for count in (2, 3):
+            found = three.run(count, lean.sharded_run, count, state, 2, first, *case)
+            state, first = found[0], first + 2
+        lean.assert_same(state, alone)
+
+
+@needs_ranks
+def test_shards_step_in_torchs_operators(three):
+    (alone,) = three.run(1, lean.sharded_run, 1, None, 2, 0)
+    found = three.run(2, lean.sharded_run_of_fallback, 2)
+    lean.assert_same(found[0], alone)
+
+
+@needs_ranks
+def test_8_bits_refuse_tensor_parallel_shards_when_they_are_made(three):
+    for said in three.run(2, lean.tensor_parallel_refusal):
+        assert "['params'][0] is a DTensor that is not sharded by its first dimension" in said

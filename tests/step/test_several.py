@@ -45,9 +45,14 @@ def test_two_unscaled_ones_have_one_verdict_and_one_norm_or_nan(
 
 @pytest.mark.parametrize("second", ["adam fused", "own"])
 @pytest.mark.parametrize("first", OPTIMIZERS)
-@pytest.mark.parametrize("hooked", [True, False])
-def test_several_optimizers_are_clipped_to_one_norm(first, second, hooked, backend, device):
-    parameters, optimizers, scaler = two_optimizers(first, second, device)
+@pytest.mark.parametrize(("hooked", "enabled"), [(True, True), (False, True), (False, False)])
+def test_several_optimizers_have_one_norm_and_one_verdict(
+    first, second, hooked, enabled, backend, device
+):
+    scale = 1024.0 if enabled else 1.0
+    parameters, optimizers, scaler = two_optimizers(
+        first, second, device, scale=scale, enabled=enabled
+    )
     if hooked:
         optimizers[1].register_step_pre_hook(lambda *_: None)
     assert scaler.step(optimizers, max_norm=2.5) == [None, None]
@@ -55,27 +60,17 @@ def test_several_optimizers_are_clipped_to_one_norm(first, second, hooked, backe
     assert scaler.last_step.norm.item() == 5.0
     for parameter, grad in zip(parameters, (1.5, 2.0), strict=True):
         assert parameter.grad.item() == pytest.approx(grad, rel=1e-6)
-    alone = [p.detach().clone() for p in parameters]
-    parameters, optimizers, _ = two_optimizers(first, second, device, scale=0.5)
-    for optimizer in optimizers:
+    moved = [p.detach().clone() for p in parameters]
+    alone, each_alone, _ = two_optimizers(first, second, device, scale=0.5)
+    for optimizer in each_alone:
         optimizer.step()
-    for ours, right in zip(alone, parameters, strict=True):
-        torch.testing.assert_close(ours, right.detach(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("second", ["adam fused", "own"])
-@pytest.mark.parametrize("first", OPTIMIZERS)
-@pytest.mark.parametrize("enabled", [True, False])
-def test_one_bad_gradient_skips_several_optimizers(first, second, enabled, backend, device):
-    parameters, optimizers, scaler = two_optimizers(first, second, device, enabled=enabled)
-    before = [p.detach().clone() for p in parameters]
+    torch.testing.assert_close(moved, [p.detach() for p in alone], rtol=1e-5, atol=1e-6)
     parameters[1].grad.fill_(math.nan)
     scaler.step(tuple(optimizers), max_norm=2.5)
     scaler.update()
-    assert scaler.last_step.skipped
-    assert scaler.skipped_steps == 1
-    assert all(map(torch.equal, parameters, before))
-    assert scaler.get_scale() == (512.0 if enabled else 1.0)
+    assert (scaler.last_step.skipped, scaler.skipped_steps) == (True, 1)
+    assert all(map(torch.equal, parameters, moved))
+    assert scaler.get_scale() == scale / (2 if enabled else 1)
 
 
 def test_a_list_of_optimizers_is_checked():
@@ -95,17 +90,15 @@ def test_a_list_of_optimizers_is_checked():
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_what_is_no_optimizer_is_refused_by_name(enabled):
-    parameters, optimizers, scaler = two_optimizers("own", "own", "cpu", enabled=enabled)
-    generator = (each for each in optimizers)
-    calls = [scaler.step, lambda bad: scaler.step(bad, max_norm=1.0), fastamp.optimizer_step]
+    scaler = make_scaler(fastamp.GradScaler, "cpu", enabled=enabled)
+    scaler.scale(torch.ones(()))
+    calls = [scaler.step, lambda bad: scaler.clip_grad_norm_(bad, 1.0), fastamp.optimizer_step]
     calls += [scaler.unscale_] * enabled  # without scaling it does nothing, as torch's
-    calls += [lambda bad: scaler.clip_grad_norm_(bad, 1.0)]
     for call in calls:
-        for bad in (generator, {*optimizers}, torch.nn.Linear(1, 1), None, 5, "adam"):
+        for bad in ((each for each in []), torch.nn.Linear(1, 1), None, "adam"):
             name = type(bad).__name__
             with pytest.raises(TypeError, match=f"^optimizer: expected an optimizer, got a {name}"):
                 call(bad)
-    assert [p.grad.item() for p in parameters] == [3072.0, 4096.0]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -140,8 +133,6 @@ def test_a_parameter_twice_in_one_optimizer_is_unscaled_and_clipped_once(
             parameter.grad = scaler.scale(torch.full((9,), 2.0, device=device))
             if own:
                 scaler.step(optimizer, max_norm=max_norm)
-                if enabled or max_norm is not None:
-                    assert scaler.last_step.norm.item() == 6.0
                 scaler.update()
                 continue
             if max_norm is not None:

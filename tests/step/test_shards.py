@@ -1,7 +1,9 @@
-"""Gradients over ranks, in real processes over gloo: one norm, one verdict, one scale for all."""
+"""Tensors that are spread over ranks, in real processes over gloo: the result of one process.
+
+In every layout: fully sharded, tensor parallel, sums to come, hybrid, and all of them in one list.
+"""
 
 import copy
-import itertools
 import math
 import pickle
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support import ranks, shard_cases, shard_trainings
 from support.bits import assert_close
+from support.gradients import parameters_with
 from support.training import OPTIMIZERS
 
 import fastamp
@@ -17,6 +20,8 @@ import fastamp
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 
 LAYOUTS = ["fsdp", "tensor parallel", "partial", "hsdp", "mixed"]
+COMPILED = [name for name in fastamp.backends() if name != "fallback"]
+WAYS = ["step", "unscale, then step", "clip, then step", "clip_grad_norm_"]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +34,9 @@ def same(results):
     """Return what all ranks returned, which has to be the same."""
     assert all(result == results[0] for result in results), results
     return results[0]
+
+
+# --- norms and verdicts ---
 
 
 @pytest.mark.parametrize("backend", fastamp.backends())
@@ -51,8 +59,7 @@ def test_in_a_graph_of_torch_compile_dtensors_go_torchs_way(four):
 @pytest.mark.parametrize(("layout", "collectives"), [("fsdp", 1), ("hsdp", 2), ("mixed", 3)])
 def test_a_mesh_that_does_not_span_the_world_takes_its_own_groups(four, layout, collectives):
     norm, expected, count = same(four.run(4, shard_cases.norm_in_larger_world, layout))
-    assert norm == expected
-    assert count == collectives
+    assert (norm, count) == (expected, collectives)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tensor parallel", "hsdp", "mixed"])
@@ -60,143 +67,108 @@ def test_a_bad_value_on_one_rank_is_everybodys_verdict(four, layout):
     places = [(0, 0), (0, 3), (3, 4), (3, 5)]  # of a replica and of a part
     values = [math.nan, math.inf] if layout in ("fsdp", "hsdp") else [math.inf, math.nan]
     for (rank, index), value in zip(places, values * 2, strict=True):
-        _, skipped = same(four.run(4, shard_cases.norm_with, value, layout, rank, index))
+        norm, skipped = same(four.run(4, shard_cases.norm_with, value, layout, rank, index))
         assert skipped
+        if layout in ("fsdp", "tensor parallel") and index == 4:  # else a replica that is not read
+            assert norm == str(value)
 
 
-def test_nan_on_one_rank_is_the_norm_of_all(four):
-    norm, _ = same(four.run(4, shard_cases.norm_with, math.nan, "fsdp", 1, 4))
-    assert norm == "nan"
+@pytest.mark.parametrize("with_plain", [False, True])
+def test_the_norm_of_dtensors_is_a_replicated_dtensor_and_plain_in_reports(four, with_plain):
+    for found, expected, wrong in four.run(2, shard_cases.norms_of_dtensors, with_plain):
+        assert found == pytest.approx((expected,) * 3, rel=1e-7)
+        assert not wrong
 
 
+# --- steps ---
+
+
+@pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize(
-    ("layout", "name"),
-    [("fsdp", name) for name in OPTIMIZERS]
-    + [(layout, "adamw fused") for layout in LAYOUTS[1:]]
-    + [("mixed", "sgd momentum")],
+    ("layout", "rule", "dtype"),
+    [("fsdp", rule, torch.float32) for rule in shard_cases.RULES]
+    + [(layout, "adamw", torch.float32) for layout in ("tensor parallel", "hsdp", "mixed")]
+    + [("fsdp", "adamw", torch.bfloat16), ("mixed", "sgd", torch.bfloat16)],
+    ids=str,
 )
-def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name):
-    for alone, ours in itertools.chain(*four.run(4, shard_cases.step, layout, name)):
+def test_native_steps_of_parts_have_the_bits_of_the_whole(four, layout, rule, dtype, backend):
+    if layout == "mixed" and torch.__version__ < (2, 10):
+        pytest.skip("torch 2.6 remembers meshes of process groups that are gone")
+    given = (backend, layout, rule, dtype, rule == "adam")
+    for alone, ours in four.run(2 if layout == "fsdp" else 4, shard_cases.native_steps, *given):
+        assert ours == alone
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name, how):
+    for alone, ours in four.run(4, shard_cases.step, layout, name, how):
         for expected, got in zip(alone, ours, strict=True):
             # A sum over ranks is rounded before it is scaled, where one process has none.
-            tolerance = 1e-6 if layout == "partial" else 2e-7
+            tolerance = 1e-6 if layout == "partial" or how == "clip_grad_norm_" else 2e-7
             for one, other in zip(got, expected, strict=True):
                 assert_close(one, other, rtol=tolerance, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["sgd momentum"])
-def test_a_part_with_gaps_in_its_memory_steps_like_one_without(four, name):
-    for (grad, parameter), (plain_grad, plain_parameter) in four.run(
-        2, shard_cases.step_with_gaps, name
-    ):
-        torch.testing.assert_close(grad, plain_grad, rtol=1e-6, atol=0)
-        torch.testing.assert_close(parameter, plain_parameter, rtol=1e-6, atol=0)
-        assert parameter.abs().min() > 0
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
+def test_torchs_own_step_goes_on_in_the_middle(four, rule):
+    for first, *others in four.run(2, shard_cases.torchs_steps_between, rule):
+        for other in others:
+            torch.testing.assert_close(first, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_functions_clip_as_in_one_process(four, layout):
-    for alone, ours in four.run(4, shard_cases.clip_functions, layout):
-        torch.testing.assert_close(ours, alone, rtol=1e-6, atol=0)
+def test_gradients_that_are_placed_otherwise_are_brought_to_their_parameters(four):
+    for right, by_grad, by_state in four.run(2, shard_cases.gradients_placed_otherwise):
+        assert right[0].startswith("native")
+        assert right[0] == by_grad[0]
+        assert "other placements than its parameter" in by_state[0]
+        torch.testing.assert_close(by_grad[1], right[1], rtol=0, atol=0)
+        torch.testing.assert_close(by_state[1], right[1], rtol=1e-6, atol=1e-7)
 
 
-def test_the_error_tells_which_gradient_or_that_it_is_elsewhere(four):
-    texts = four.run(4, shard_cases.error_text)
-    assert "(first in the gradient of parameters[1])" in texts[0]
-    assert all("(in a gradient of another rank)" in text for text in texts[1:])
+def test_a_part_that_is_replaced_is_noticed(four):
+    assert four.run(2, shard_cases.parts_that_are_replaced) == [[-2.0]] * 2
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Return what one process makes of the same batches, with the same inf."""
-    return {name: shard_trainings.train_alone(name) for name in ("adamw fused", "sgd momentum")}
-
-
-def assert_close_to_one_process(ours, parameters):
-    # Parts of a batch are added in another order than the batch: the gradients differ by float32
-    # roundings, and Adam divides by their size. 7e-7 was seen, where steps moved things by 2e-2.
-    torch.testing.assert_close(ours, parameters, rtol=0, atol=5e-6)
-
-
-def assert_trained_as(expected, results):
-    """Compare runs over ranks with one of a single process."""
-    seen, parameters = expected
-    assert seen["skipped"] == [i == shard_trainings.BAD_STEP for i in range(shard_trainings.STEPS)]
-    common = same([result for result, _ in results])
-    assert common["skipped"] == seen["skipped"]
-    assert common["scales"] == seen["scales"]
-    for _, ours in results:
-        assert_close_to_one_process(ours, parameters)
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.6 refuses uneven shards here")
+def test_fsdp2_over_tensor_parallel_has_one_norm(four):
+    norm, expected, kinds = same(four.run(4, shard_cases.fsdp_over_tensor_parallel))
+    assert norm == pytest.approx(expected, rel=1e-7)
+    assert "_StridedShard" in kinds
 
 
 @pytest.mark.parametrize(
-    ("sizes", "name"), [((4,), "sgd momentum"), ((2, 2), "adamw fused")], ids=["fsdp2-4", "hsdp-4"]
+    ("how", "count", "name"),
+    [
+        ("fsdp2", 4, "sgd momentum"),
+        ("hsdp", 4, "adamw fused"),
+        ("fsdp1", 2, "adamw fused"),
+        ("ddp", 2, "adamw fused"),
+    ],
 )
-def test_a_gpt_trains_over_ranks_as_in_one_process(four, alone, sizes, name):
-    count = math.prod(sizes)
-    results = four.run(count, shard_trainings.train_sharded, name, sizes, count - 1)
-    assert_trained_as(alone[name], results)
+def test_a_gpt_trains_over_ranks_as_in_one_process(four, how, count, name):
+    seen, parameters = shard_trainings.train("alone", name)
+    assert [skipped for skipped, _ in seen].index(True) == shard_trainings.BAD_STEP
+    for said, ours in four.run(count, shard_trainings.train, how, name):
+        assert said == seen
+        # Parts of a batch are added in another order than the batch: the gradients differ by
+        # float32 roundings, and Adam divides by their size. 7e-7 was seen, in steps of 2e-2.
+        torch.testing.assert_close(ours, parameters, rtol=0, atol=5e-6)
 
 
-def test_a_gpt_trains_with_fsdp1_as_in_one_process(four, alone):
-    assert_trained_as(
-        alone["adamw fused"], four.run(2, shard_trainings.train_fsdp1, "adamw fused", 1)
-    )
+@pytest.mark.parametrize("what", ["fsdp2", "hsdp", "tensor parallel"])
+def test_a_step_takes_one_collective(four, what):
+    assert four.run(4, shard_trainings.collectives, what) == [1] * 4
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["every batch", "no_sync"])
-def test_ddp_needs_nothing(four, accumulate):
-    plain = four.run(1, shard_trainings.train_ddp, "adamw fused", False)[0]
-    results = four.run(2, shard_trainings.train_ddp, "adamw fused", accumulate)
-    same([scales for scales, _ in results])
-    for _, parameters in results:
-        assert_close_to_one_process(parameters, plain[1])
+# --- process groups ---
 
 
-def test_ddp_joins_uneven_inputs(four):
-    results = four.run(2, shard_trainings.train_uneven)
-    assert [steps for steps, _ in results] == [5, 3]
-
-
-def test_stock_lets_one_rank_step_and_another_skip_and_ours_does_not(four):
-    theirs = four.run(2, shard_trainings.split_verdict, True)
-    assert [moved for moved, _ in theirs] == [False, True]
-    assert [scale for _, scale in theirs] == [2.0**15, 2.0**16]
-    assert same(four.run(2, shard_trainings.split_verdict, False)) == (False, 2.0**15)
-
-
-def test_stock_fails_at_a_fused_step_after_unscale_and_ours_does_not(four):
-    assert "doesn't match the broadcast shape" in same(
-        four.run(2, shard_trainings.unscale_then_fused, True)
-    )
-    assert same(four.run(2, shard_trainings.unscale_then_fused, False)) == pytest.approx([-0.1] * 4)
-
-
-@pytest.mark.parametrize("how", ["unscale_", "step"])
-def test_stock_has_two_verdicts_for_replicate_and_shard_and_ours_one(four, how):
-    assert four.run(2, shard_trainings.mixed_verdict, True, how) == [0.0, 1.0]
-    assert four.run(2, shard_trainings.mixed_verdict, False, how) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(("what", "stock"), [("fsdp2", 2), ("hsdp", 2), ("tensor parallel", 2)])
-def test_a_step_takes_one_collective(four, what, stock):
-    assert same(four.run(4, shard_trainings.collectives, what, False)) == 1
-    assert same(four.run(4, shard_trainings.collectives, what, True)) == stock
-
-
-@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
-def test_clipping_dtensors_calls_less_than_stock(four):
-    # The bench measures the host's time; calls are the same on a busy machine. Of torch's first
-    # clip nothing is asked: it calls less where an earlier test has made torch find its rules.
-    stock, ours = four.run(2, shard_trainings.calls_of_clipping, 50)[0]
-    assert stock[1] > ours[1]
-
-
-@pytest.mark.parametrize("missing", [0, 2])
-def test_plain_parts_share_one_norm_where_a_rank_has_none(four, missing):
-    norm, expected, skipped = same(four.run(4, shard_cases.plain_parts, missing))
-    assert norm == expected
-    assert not skipped
+def test_plain_parts_share_one_norm_where_a_rank_has_none(four):
+    norm, expected, skipped = same(four.run(4, shard_cases.plain_parts, 2))
+    assert (norm, skipped) == (expected, False)
 
 
 @pytest.mark.parametrize("bad_rank", [None, 3])
@@ -213,37 +185,41 @@ def test_stages_of_a_pipeline_share_one_norm_and_one_verdict(four, bad_rank):
 @pytest.mark.parametrize(("name", "collectives"), [("world", 1), ("inner", 2), ("outer", 2)])
 def test_a_process_group_of_ranks_of_one_mesh_counts_nothing_twice(four, name, collectives):
     norm, expected, count = same(four.run(4, shard_cases.group_over_mesh, name))
-    assert norm == expected
-    assert count == collectives
+    assert (norm, count) == (expected, collectives)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tensor parallel"])
-def test_bad_values_are_named_with_their_rank_and_place_there(four, layout):
-    found, text = same(four.run(4, shard_cases.bad_names, layout))
-    if layout == "fsdp":  # 3 elements on ranks 0 to 2, 64 rows on 4 ranks
-        assert found == [
-            (1, ("w4", 0, 1, 1 * 130 + 100)),
-            (2, ("w1", 1, 0, 0)),
-            (2, ("w4", 0, 1, 8 * 130 + 3)),
-        ]
-        assert text == f"NonFinite(name='w4', n_nan=0, n_inf=1, first_index={130 + 100}, rank=1)"
-    else:  # every rank has the replica
-        assert [entry for entry in found if entry[1][0] == "w1"] == [
-            (rank, ("w1", 1, 0, 2)) for rank in range(4)
-        ]
+def test_experts_on_meshes_of_their_own_are_refused_without_a_process_group(four):
+    for said, (norm, expected) in four.run(4, shard_cases.experts):
+        assert "gradients on meshes of different ranks, [(" in said
+        assert "process_group=" in said
+        assert norm == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.6 refuses uneven shards here")
-def test_fsdp2_over_tensor_parallel_has_one_norm(four):
-    norm, expected, kinds = same(four.run(4, shard_cases.fsdp_over_tensor_parallel))
-    assert norm == pytest.approx(expected, rel=1e-7)
-    assert "_StridedShard" in kinds
+def test_without_a_scaler_ranks_with_different_gradients_skip_together(four):
+    for skipped, norm, weight in four.run(2, shard_cases.step_in_a_group):
+        assert (skipped, norm) == ([True, False], 2.0)
+        assert weight == pytest.approx([-0.5] * 2)
 
 
-def test_bad_values_of_plain_parts_are_named_for_all_in_a_process_group(four):
-    results = four.run(2, shard_cases.bad_names_of_plain_parts, 1)
-    entry = (1, ("w0", 0, 1, 1))
-    assert results == [[[], [entry]], [[entry], [entry]]]
+@pytest.mark.parametrize("options", [{"fused": None}, {"fused": True}, {"foreach": False}], ids=str)
+def test_shards_of_fsdp1_are_refused_without_a_process_group(options):
+    """Each rank would clip by its own norm."""
+    (p,) = parameters_with(torch.ones(4))
+    p._fsdp_flattened = True
+    optimizer, scaler = torch.optim.AdamW([p], **options), fastamp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for call in (
+        lambda: fastamp.optimizer_step(optimizer, max_norm=1.0),
+        lambda: fastamp.optimizer_step([optimizer], max_norm=1.0),
+        lambda: scaler.step(optimizer),
+        lambda: scaler.clip_grad_norm_(optimizer, 1.0),
+        lambda: scaler.unscale_(optimizer),
+    ):
+        with pytest.raises(ValueError, match=r"FSDP1 .* Give process_group=, or use FSDP2"):
+            call()
+    assert (p.tolist(), p.grad.tolist()) == ([0.0] * 4, [1.0] * 4)
+    fastamp.optimizer_step(optimizer)  # reads nothing
+    assert p[0].item() < 0
 
 
 def test_a_copied_or_pickled_scaler_leaves_its_process_group_behind():
@@ -262,3 +238,61 @@ def test_what_is_no_process_group_is_refused():
             fastamp.GradScaler("cpu", process_group=group)
         with pytest.raises(TypeError, match="process_group: expected None or a process group"):
             fastamp.nonfinite_parameters(torch.nn.Linear(1, 1), group)
+
+
+# --- ranks without a gradient, and ranks that fail ---
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("how", ["step", "clip, then step", "without scaling", "clip_grad_norm_"])
+@pytest.mark.parametrize(
+    "what", ["DTensors", "DTensors, a plain one left", "process group, another type"]
+)
+def test_a_rank_without_a_gradient_leaves_no_other_waiting(four, what, how, bad):
+    if how == "clip_grad_norm_" and what.startswith("process group"):
+        pytest.skip("the function has no process_group")
+    norm, expected, skipped, scale = same(four.run(2, shard_cases.clip_and_step, what, how, bad))
+    assert norm == pytest.approx(expected, rel=1e-7)
+    assert skipped == bad
+    assert scale == (1.0 if how == "without scaling" else 2.0 if bad else 4.0)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_step_that_fails_between_read_and_update_leaves_nothing_on_the_shards(
+    four, fused, enabled
+):
+    for left, expected, found in four.run(2, shard_cases.fail_in_a_collective, fused, enabled):
+        assert left == ["lost", None]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# --- names of bad values ---
+
+
+def test_the_error_tells_which_gradient_or_that_it_is_elsewhere(four):
+    texts = four.run(4, shard_cases.error_text)
+    assert "(first in the gradient of parameters[1])" in texts[0]
+    assert all("(in a gradient of another rank)" in text for text in texts[1:])
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor parallel"])
+def test_bad_values_are_named_with_their_rank_and_place_there(four, layout):
+    found, text = same(four.run(4, shard_cases.bad_names, layout))
+    if layout == "fsdp":  # 3 elements on ranks 0 to 2, 64 rows on 4 ranks
+        assert found == [
+            (1, ("w4", 0, 1, 1 * 130 + 100)),
+            (2, ("w1", 1, 0, 0)),
+            (2, ("w4", 0, 1, 8 * 130 + 3)),
+        ]
+        assert text == f"[NonFinite(name='w4', n_nan=0, n_inf=1, first_index={130 + 100}, rank=1)]"
+    else:  # every rank has the replica
+        assert [entry for entry in found if entry[1][0] == "w1"] == [
+            (rank, ("w1", 1, 0, 2)) for rank in range(4)
+        ]
+
+
+def test_bad_values_of_plain_parts_are_named_for_all_in_a_process_group(four):
+    entry = (1, ("w0", 0, 1, 1))
+    found = four.run(2, shard_cases.bad_names_of_plain_parts, 1)
+    assert found == [[[], [entry]], [[entry], [entry]]]

@@ -8,23 +8,20 @@ import hashlib
 import logging
 import os
 import pickle
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 from support.faults import report
 from support.trainable import Loop, loud, outcome_of_finished
 
 import fastamp
-from fastamp.bench import __main__ as bench
-from fastamp.bench import timer
-from fastamp.bench.record import Report
+from fastamp import _files
 from fastamp.train import Checkpointer, CheckpointError
 from fastamp.train.state_file import read_file
 
 TRAINING = {"max_steps": 12, "checkpoint_every": 2}
 ACCUMULATE = 2
+NEW = "a new record\n" * 1000
 
 
 class Reporting:
@@ -96,18 +93,9 @@ def report_damage():
         report("damaged", str(error))
 
 
-def measure(folder: Path) -> int:
-    """Write a bench's record and page over older ones."""
-
-    def prepare(args):
-        return {}, lambda: Report(table=[{"arm": "x"}])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timer, "prepare", prepare)
-        options = ["--json", str(folder / "record"), "--report", str(folder / "page")]
-        status = bench.main(["timer", *options])
-    if status:
-        sys.exit(status)
+def write_a_file(folder: Path) -> None:
+    """Write over an older file, as records and pages are written."""
+    _files.write(folder / "record", NEW.encode())
 
 
 def save_a_small_model(folder: Path) -> None:

@@ -229,13 +229,6 @@ int rename(const char* from, const char* to) noexcept {
                 path_at(AT_FDCWD, to));
 }
 
-int renameat(int folder, const char* from, int other, const char* to) noexcept {
-  NEXT(renameat);
-  if (journal_fd < 0) return real(folder, from, other, to);
-  return change([&] { return real(folder, from, other, to); }, "rename", path_at(folder, from),
-                true, path_at(other, to));
-}
-
 int unlink(const char* path) noexcept {
   NEXT(unlink);
   if (journal_fd < 0) return real(path);
@@ -258,12 +251,6 @@ int mkdir(const char* path, mode_t mode) noexcept {
   NEXT(mkdir);
   if (journal_fd < 0) return real(path, mode);
   return change([&] { return real(path, mode); }, "mkdir", path_at(AT_FDCWD, path), true);
-}
-
-int mkdirat(int folder, const char* path, mode_t mode) noexcept {
-  NEXT(mkdirat);
-  if (journal_fd < 0) return real(folder, path, mode);
-  return change([&] { return real(folder, path, mode); }, "mkdir", path_at(folder, path), true);
 }
 
 }  // extern "C"

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import argparse
 import errno
-import itertools
 import random
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.fault_programs import NEW
 from support.faults import Fault, Ran, Server
 
 import fastamp
@@ -128,22 +125,10 @@ def nothing_is_left_behind(history: History) -> str | None:
 
 def old_or_new(history: History) -> str | None:
     """A file is either the old one or the new one, whole."""
-    for name, end in {"record": "\n}\n", "page": "</html>\n"}.items():
-        text = (history.folder / name).read_text()
-        is_new = text.startswith(("{", "<!")) and text.endswith(end)
-        is_old = text == BENCH_FILES[name] and not any(0 in ran.codes for ran in history.rans)
-        if not is_new and not is_old:
-            return f"{name} is neither the old one nor the new one: {text[-100:]!r}"
-    return None
-
-
-def refusals_have_status_2(history: History) -> str | None:
-    """What the bench cannot write is one line, and status 2."""
-    ran = history.last
-    if history.faults[-1].kind in {"fail", "full"} and any(ran.codes):
-        lines = [line for line in ran.err.splitlines() if "rror" in line]
-        return None if ran.codes == [2] and len(lines) == 1 else f"{ran.codes}: {ran.err[-1500:]}"
-    return None
+    text = (history.folder / "record").read_text()
+    was_written = any(0 in ran.codes for ran in history.rans)
+    is_whole = text == NEW or (text == FILES["record"] and not was_written)
+    return None if is_whole else f"record is neither the old one nor the new one: {text[-100:]!r}"
 
 
 @dataclass(frozen=True)
@@ -167,7 +152,7 @@ class Subject:
         return server.run(program, folder, *self.args, fault=fault, ranks=self.ranks)
 
 
-BENCH_FILES = {"record": "an older record", "page": "an older page"}
+FILES = {"record": "an older record", "page": "an older page"}
 TRAINING = (
     saved_can_be_restored,
     begun_steps_are_saved,
@@ -182,7 +167,7 @@ SUBJECTS = {
     "fine_tune, 2 ranks": Subject("look_and_train", ranks=2, properties=TRAINING),
     "loop": Subject("look_and_loop", properties=TRAINING),
     "loop, in a thread": Subject("look_and_loop", (True,), properties=TRAINING),
-    "bench": Subject("measure", properties=(old_or_new, refusals_have_status_2), files=BENCH_FILES),
+    "file": Subject("write_a_file", properties=(old_or_new,), files=FILES),
 }
 # How often each subject is struck by each kind of fault.
 KILLS = {
@@ -190,8 +175,8 @@ KILLS = {
     ("fine_tune", "power"): 6,
     ("fine_tune, 2 ranks", "kill"): 1,
     ("fine_tune, 2 ranks", "power"): 1,
-    ("bench", "kill"): 1,
-    ("bench", "power"): 1,
+    ("file", "kill"): 1,
+    ("file", "power"): 1,
 }
 SIGNALS = {
     ("fine_tune", "signal"): 6,
@@ -202,8 +187,8 @@ FAILURES = {
     ("fine_tune", "fail"): 5,
     ("fine_tune", "full"): 2,
     ("fine_tune, 2 ranks", "fail"): 1,
-    ("bench", "full"): 1,
-    ("bench", "fail"): 1,
+    ("file", "full"): 1,
+    ("file", "fail"): 1,
 }
 OFTEN = {"kill": 3, "power": 3, "signal": 2, "delay": 1, "full": 2, "fail": 1}
 LOOPS = ("loop", "loop, in a thread")
@@ -218,8 +203,17 @@ class Trials:
         self._server, self._seed = server, seed
         self._expected: dict[str, Ran] = {}
 
-    def run(self, group: str, index: int) -> tuple[tuple[str, str], int, list[str]]:
-        """Do a trial; return its subject and kind of fault, how many struck, and the problems."""
+    def run_until(self, group: str, wanted: int) -> list[str]:
+        """Do trials until so many faults have struck; return the problems."""
+        index, struck, problems = 0, 0, []
+        while struck < wanted:
+            n_struck, found = self.run(group, index)
+            index, struck, problems = index + 1, struck + n_struck, problems + found
+        print(f"{group}: {index} trials, {struck} faults struck, {len(problems)} problems")
+        return problems
+
+    def run(self, group: str, index: int) -> tuple[int, list[str]]:
+        """Do a trial; return how many faults struck, and the problems."""
         rng = random.Random(f"{self._seed} {group} {index}")
         name, kind = rng.choices(list(GROUPS[group]), GROUPS[group].values())[0]
         subject, expected, problems, n_struck = SUBJECTS[name], self._run_in_peace(name), [], 0
@@ -233,8 +227,9 @@ class Trials:
                 history.rans.append(subject.run(self._server, history.folder, fault))
                 n_struck += _has_struck(history)
                 found = filter(None, (holds(history) for holds in subject.properties))
-                problems += [f"{group}/{index}: {history.faults}: {problem}" for problem in found]
-        return (name, kind), n_struck, problems
+                problems += [f"{group}/{index}, {name}: {history.faults}: {each}" for each in found]
+        print(*problems, sep="\n", end="\n" * bool(problems), flush=True)
+        return n_struck, problems
 
     def _run_in_peace(self, name: str) -> Ran:
         if name not in self._expected:
@@ -265,84 +260,23 @@ def _draw(rng: random.Random, kind: str, subject: Subject, expected: Ran, number
     )
 
 
-@dataclass
-class Tally:
-    """The results of trials."""
-
-    trials: Counter = field(default_factory=Counter)
-    struck: Counter = field(default_factory=Counter)
-    problems: list[tuple[tuple[str, str], str]] = field(default_factory=list)
-
-    def add(self, row: tuple[str, str], n_struck: int, problems: list[str]) -> None:
-        """Count a trial."""
-        self.trials[row] += 1
-        self.struck[row] += n_struck
-        self.problems += [(row, problem) for problem in problems]
-
-    def summary(self) -> str:
-        """Return the sums."""
-        n_trials, n_struck = (sum(c.values()) for c in (self.trials, self.struck))
-        return f"{n_trials} trials, {n_struck} faults struck, {len(self.problems)} problems"
-
-    def table(self) -> str:
-        """Return a row for each subject and kind of fault."""
-        lines = [f"{'subject':20} {'fault':8} {'trials':>7} {'struck':>7} {'problems':>9}"]
-        for row in sorted(self.trials):
-            count = sum(found == row for found, _ in self.problems)
-            lines.append(
-                f"{row[0]:20} {row[1]:8} {self.trials[row]:7} {self.struck[row]:7} {count:9}"
-            )
-        return "\n".join(lines)
-
-
-def run_trials(wanted: dict[str, int], seed: int, n_servers: int = 1) -> Tally:
-    """Do trials until as many faults of each group as wanted have struck."""
-    tally, left = Tally(), dict(wanted)
-    lock, numbers = threading.Lock(), {group: itertools.count() for group in wanted}
-
-    def work() -> None:
-        with Server(*PRELOADED) as server:
-            trials = Trials(server, seed)
-            for group in wanted:
-                while left[group] > 0:
-                    row, n_struck, problems = trials.run(group, next(numbers[group]))
-                    with lock:
-                        left[group] -= n_struck
-                        tally.add(row, n_struck, problems)
-                        is_hundredth = sum(tally.trials.values()) % 100 == 0
-                        if is_hundredth or problems:
-                            print(tally.summary(), *problems, sep="\n", flush=True)
-
-    with ThreadPoolExecutor(n_servers) as executor:
-        for call in [executor.submit(work) for _ in range(n_servers)]:
-            call.result()
-    return tally
-
-
 def main() -> int:
-    """Do the trials, print the table and what was lost, and return the exit status."""
+    """Do the trials, print each problem and what struck, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for group, count in {"kills": 500, "signals": 200, "failures": 200, "loops": 100}.items():
         parser.add_argument(f"--{group}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--servers", type=int, default=2, help="that run trials side by side")
     parser.add_argument("--only", metavar="GROUP/INDEX", help="one trial of this seed")
     args = parser.parse_args()
-    start_s = time.monotonic()
-    if args.only:
-        group, index = args.only.split("/")
-        tally = Tally()
-        with Server(*PRELOADED) as server:
-            tally.add(*Trials(server, args.seed).run(group, int(index)))
-    else:
-        wanted = {group: getattr(args, group) for group in GROUPS}
-        tally = run_trials(wanted, args.seed, args.servers)
-    for (name, kind), problem in tally.problems:
-        print(f"{name}, {kind}: {problem}\n")
-    print(f"fastamp {fastamp.__file__}, seed {args.seed}, {time.monotonic() - start_s:.0f} s")
-    print(tally.table())
-    print(tally.summary())
-    return 1 if tally.problems else 0
+    print(f"fastamp {fastamp.__file__}, seed {args.seed}")
+    with Server(*PRELOADED) as server:
+        trials = Trials(server, args.seed)
+        if args.only:
+            group, index = args.only.split("/")
+            problems = trials.run(group, int(index))[1]
+        else:
+            problems = [p for name in GROUPS for p in trials.run_until(name, getattr(args, name))]
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

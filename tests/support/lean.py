@@ -9,7 +9,6 @@ from torch.distributed.fsdp import fully_shard
 
 import fastamp
 from fastamp import _ops
-from fastamp._ops import local_of
 
 SIZES = [(3,), (70, 5), (0,), (1025,), (7, 300), (33, 64), (2, 70_000), (5, 256), (4, 3, 5, 7)]
 FORMATS = [
@@ -148,52 +147,6 @@ def sharded_run_of_fallback(count):
     """Make the same steps in torch's operators."""
     with _ops.use_only("fallback"):
         return sharded_run(count, None, 2, 0)
-
-
-def sharded_checkpoint_run(folder):
-    """Save under FSDP2 by a Checkpointer, restore and go on; say whether both runs are the same."""
-    runs = []
-    for seed in (0, 1):
-        model = model_of()
-        for parameter in model.parameters():
-            parameter.data.add_(seed)
-        fully_shard(model)
-        optimizer = fastamp.AdamW(model.parameters(), lr=1e-2, moments="8bit")
-        checkpointer = fastamp.Checkpointer(folder, model=model, optimizer=optimizer)
-        if seed:
-            assert checkpointer.restore() == 2
-        else:
-            step_all(model, optimizer, [0, 1])
-            checkpointer.save(2)
-        del checkpointer
-        runs.append((model, optimizer))
-    found = []
-    for model, optimizer in runs:
-        step_all(model, optimizer, [2])
-        parameters = [*model.parameters()]
-        tensors = [*parameters, *(v for p in parameters for v in optimizer.state[p].values())]
-        found.append([bits(local_of(t.detach())).tobytes() for t in tensors])
-    return found[0] == found[1]
-
-
-def channels_last_checkpoint_run(folder):
-    """The same for a convolution under DDP, whose moments are float32, in its order of memory."""
-    runs = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        model = torch.nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)
-        ddp = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = fastamp.AdamW(ddp.parameters(), lr=1e-2, moments="8bit")
-        checkpointer = fastamp.Checkpointer(folder, model=ddp, optimizer=optimizer)
-        if seed:
-            assert checkpointer.restore() == 1
-        else:
-            give([model.weight], 0)
-            optimizer.step()
-            checkpointer.save(1)
-        del checkpointer
-        runs.append(optimizer.state[model.weight])
-    return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
 def _like(grad, parameter):

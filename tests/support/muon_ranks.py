@@ -63,34 +63,21 @@ def in_backend(name, layout, options, room=muon.CPU_STACK):
         return steps(layout, **options), steps("alone", **options)
 
 
-def multiplied(count):
-    """Return how many matrices each stack of this rank has, of some that all ranks hold."""
-    found = []
-
-    def note(stack, *_):
-        found.append(len(stack))
-
-    place = placed("rows")
+def counted(count):
+    """Step three times; return the matrices of each stack, and the collectives of objects."""
+    stacks, place = [], placed("rows")
     parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(count)]
-    for p in parameters:
-        p.grad = place(torch.ones(8, 4))
-    with mock.patch.object(muon, "orthogonalize_", note):
-        fastamp.optimizer_step(torch.optim.Muon(parameters))
-    return found
-
-
-def compared():
-    """Return how many collectives of objects three steps make."""
-    place = placed("rows")
-    parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(2)]
     optimizer = torch.optim.Muon(parameters)
     gather = dist.all_gather_object
-    with mock.patch.object(dist, "all_gather_object", side_effect=gather) as gathers:
+    with (
+        mock.patch.object(muon, "orthogonalize_", lambda stack, *_: stacks.append(len(stack))),
+        mock.patch.object(dist, "all_gather_object", side_effect=gather) as gathers,
+    ):
         for _ in range(3):
             for p in parameters:
                 p.grad = place(torch.ones(8, 4))
             fastamp.optimizer_step(optimizer, zero_grad=True)
-    return gathers.call_count
+    return stacks, gathers.call_count
 
 
 def trained(spreads):

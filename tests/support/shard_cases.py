@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from datetime import timedelta
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.bits import bits
 from support.gradients import parameters_with, random
 from support.training import OPTIMIZERS
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    init_device_mesh,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,8 +25,15 @@ from torch.distributed.tensor.parallel import (
 import fastamp
 from fastamp import _ops
 
-HOWS = ("step", "unscale then step", "clip then step")
 SHAPES = [(1,), (3,), (2, 5), (1003, 7), (64, 130), ()]  # uneven over 4, and empty on some
+RULES = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw fused": (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
+}
+OVERFLOWS, STEPS = {0, 3}, 6
+HANGS_S = 20.0  # after which a rank gives up: the other one runs other collectives
 
 
 def mesh_of(*sizes):
@@ -38,6 +42,10 @@ def mesh_of(*sizes):
 
 def spread(tensor, mesh, *placements):
     return DTensor.from_local(tensor, mesh).redistribute(placements=placements)
+
+
+def is_spread(tensor):
+    return isinstance(tensor, DTensor)
 
 
 def summands(tensor, mesh):
@@ -73,6 +81,32 @@ def grads_on(layout):
         spread(wholes[5], line, Replicate()),
     ]
     return wholes, mixed
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor() if is_spread(tensor) else tensor.detach()
+
+
+def as_parameters(grads):
+    made = []
+    for grad in grads:
+        placed = grad
+        if is_spread(grad) and any(p.is_partial() for p in grad.placements):
+            placed = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
+        parameter = torch.nn.Parameter(torch.zeros_like(placed))
+        parameter.grad = grad
+        made.append(parameter)
+    return made
+
+
+def scaler_of(scale=4.0, **options):
+    """Return a scaler that is ready to step."""
+    scaler = fastamp.GradScaler("cpu", init_scale=scale, **options)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+# --- norms ---
 
 
 def norm_of(tensors):
@@ -111,91 +145,163 @@ def norm_with(value, layout, rank, index):
     return repr(norm), scaler.last_step.skipped
 
 
-def as_parameters(grads):
-    made = []
-    for grad in grads:
-        placed = grad
-        if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
-            placed = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
-        parameter = torch.nn.Parameter(torch.zeros_like(placed))
-        parameter.grad = grad
-        made.append(parameter)
-    return made
+def norms_of_dtensors(with_plain):
+    """Return the norm of DTensors in three ways, its expected value, and what is wrong with it."""
+    values, plain = random((4, 3), torch.float32, "cpu"), [torch.ones(3)] * with_plain
+    parameters = as_parameters([spread(values, mesh_of(2), Shard(0)), *plain])
+    expected = fastamp.get_total_norm([values, *plain]).item()
+    norm = fastamp.clip_grad_norm_(parameters, 1e9)
+    report = fastamp.optimizer_step(torch.optim.SGD(parameters, lr=1.0), max_norm=1e9)
+    found = norm.full_tensor().item(), norm.item(), report.norm.item()
+    wrong = type(norm) is not DTensor or not all(p.is_replicate() for p in norm.placements)
+    return found, expected, wrong or type(report.norm) is not torch.Tensor
 
 
-def whole(tensor):
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def clipped_in_a_graph():
+    """Clip in graphs of torch.compile, with torch's function and with ours."""
+    results = []
+    for clip in (torch.nn.utils.clip_grad_norm_, fastamp.clip_grad_norm_):
+        parameters = as_parameters(grads_on("fsdp")[1])
+        compiled = torch.compile(clip, backend="eager", fullgraph=True)
+        norm = compiled(parameters, 0.5)
+        results.append([whole(norm).item(), *(whole(p.grad) for p in parameters)])
+    return results
 
 
-def step(layout, name):
-    """Unscale, clip and step in each way, spread and not; return what both have then."""
+# --- steps ---
+
+
+def step(layout, name, how):
+    """Unscale, clip and step, spread and not; return what both have then."""
     wholes, grads = grads_on(layout)
-    return [step_in(how, name, wholes, grads) for how in HOWS]
-
-
-def step_in(how, name, wholes, grads):
     norm = norm_of(wholes)
     results = []
     for side in (wholes, grads):
         parameters = as_parameters([g * 1024 for g in side])
-        optimizer = OPTIMIZERS[name](parameters)
-        scaler = fastamp.GradScaler("cpu", init_scale=1024.0)
-        scaler.scale(torch.ones(()))
-        if how == "unscale then step":
+        optimizer, scaler = OPTIMIZERS[name](parameters), scaler_of(1024.0)
+        bound = norm / 2
+        if how != "step":
             scaler.unscale_(optimizer)
-        if how == "clip then step":
-            clipped = scaler.clip_grad_norm_(optimizer, norm / 2)
-            assert type(clipped) is torch.Tensor
-            assert clipped.item() == norm
-            scaler.step(optimizer)
-        else:
-            scaler.step(optimizer, max_norm=norm / 2)
+        if how == "clip_grad_norm_":
+            fastamp.clip_grad_norm_(parameters, bound)
+        if how == "clip, then step":
+            clipped = scaler.clip_grad_norm_(optimizer, bound)
+            assert (type(clipped), clipped.item()) == (torch.Tensor, norm)
+        scaler.step(optimizer, max_norm=bound if how in ("step", "unscale, then step") else None)
         scaler.update()
-        assert scaler.last_step.norm.item() == norm
         results.append([(whole(p.grad), whole(p)) for p in parameters])
     return results
 
 
-def step_with_gaps(name):
-    """Step where this rank's part of a gradient has gaps, and where it has none."""
+def whole_bits(tensors):
+    return [bits(whole(t)).tobytes() for t in tensors]
+
+
+def sides(layout, rule, dtype=torch.float32):
+    """Return gradients, parameters and optimizer, of whole tensors and of spread ones."""
+    cls, options = RULES[rule]
+    for grads in grads_on(layout):
+        parameters = as_parameters([grad.to(dtype) for grad in grads])
+        yield [p.grad for p in parameters], parameters, cls(parameters, lr=0.1, **options)
+
+
+def native_steps(backend, layout, rule, dtype, zero_grad):
+    """Step spread and whole tensors, with overflows on one rank; return all of both."""
+    results = []
+    with _ops.use_only(backend):
+        for side, (grads, parameters, optimizer) in enumerate(sides(layout, rule, dtype)):
+            scaler = scaler_of(8.0, growth_interval=100)
+            for number in range(STEPS):
+                for p, grad in zip(parameters, grads, strict=True):
+                    p.grad = grad * (1 + number)
+                if number in OVERFLOWS and (side == 0 or dist.get_rank() == 0):
+                    _ops.local_of(parameters[3].grad)[0, 0] = math.inf
+                scaler.step(optimizer, max_norm=0.5, zero_grad=zero_grad)
+                assert scaler.last_step.way.startswith("native"), scaler.last_step.way
+                assert scaler.last_step.skipped == (number in OVERFLOWS)
+                assert all((p.grad is None) == zero_grad for p in parameters)
+                assert all(_ops.local_of(p).grad is None for p in filter(is_spread, parameters))
+                scaler.update()
+            states = [(p, v) for p in parameters for v in optimizer.state[p].values()]
+            states = [(p, v) for p, v in states if v is not None]
+            assert all(s.placements == p.placements for p, s in states if is_spread(s) and s.ndim)
+            given = [p.grad for p in parameters if p.grad is not None]
+            results.append(whole_bits([*parameters, *given, *(s for _, s in states)]))
+    return results
+
+
+def torchs_steps_between(rule):
+    """Return parameters after steps that are fastamp's, torch's, and of a state that was loaded."""
+    results = []
+    for native in ({0, 1, 2, 3}, {0, 3}, {1, 2}):
+        _, (grads, parameters, optimizer) = sides("fsdp", rule)
+        for group in optimizer.param_groups if rule == "sgd" else ():
+            group["fused"] = None  # torch has no fused SGD of DTensors
+        for number in range(4):
+            for p, grad in zip(parameters, grads, strict=True):
+                p.grad = grad * (1 + number)
+            if number in native:
+                way = fastamp.optimizer_step(optimizer, 1e9).way
+                assert way.startswith("native"), (way, number, native)
+            else:
+                optimizer.step()
+            if number == 1:  # as a checkpoint does
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = type(optimizer)(optimizer.param_groups)
+                optimizer.load_state_dict(saved)
+        results.append(torch.cat([whole(p).flatten() for p in parameters]))
+    return results
+
+
+def gradients_placed_otherwise():
+    """Step with a gradient on all ranks, and with states on all ranks, of a parameter in parts."""
     mesh = mesh_of(dist.get_world_size())
-    wide = random((8, 6), torch.float32, "cpu")
-    results = []
-    for local in (wide[:, ::2], wide[:, ::2].contiguous()):
-        grad = DTensor.from_local(local, mesh, [Shard(0)])
-        assert _ops.local_of(grad).is_contiguous() == local.is_contiguous()
-        parameter = torch.nn.Parameter(spread(torch.zeros(8 * mesh.size(), 3), mesh, Shard(0)))
-        parameter.grad = grad
-        scaler = fastamp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))
-        scaler.step(OPTIMIZERS[name]([parameter]), max_norm=1.0)
-        results.append((whole(parameter.grad), whole(parameter)))
-    return results
+    value = random((6, 4), torch.float32, "cpu")
+    found = []
+    for change in (None, "grad", "state"):
+        parameter = torch.nn.Parameter(spread(torch.zeros(6, 4), mesh, Shard(0)))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1)
+        for _ in range(2):
+            kind = Replicate() if change == "grad" else Shard(0)
+            parameter.grad = spread(value, mesh, kind)
+            report = fastamp.optimizer_step(optimizer, 1.0)
+            if change == "state":
+                state = optimizer.state[parameter]
+                state["exp_avg"] = state["exp_avg"].redistribute(placements=[Replicate()])
+        found.append((report.way, whole(parameter)))
+    return found
 
 
-def clip_functions(layout):
-    """Return gradients after clipping, spread and not."""
-    wholes, grads = grads_on(layout)
-    results = []
-    for side in (wholes, grads):
-        ours = as_parameters([g.clone() for g in side])
-        fastamp.clip_grad_norm_(ours, 1.0)
-        results.append([whole(p.grad) for p in ours])
-    return results
+def parts_that_are_replaced():
+    """Step before and after this rank's part of a parameter has moved, as FSDP2 does."""
+    mesh = mesh_of(dist.get_world_size())
+    parameter = torch.nn.Parameter(spread(torch.zeros(6, 4), mesh, Shard(0)))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for _ in range(2):
+        parameter.grad = spread(torch.ones(6, 4), mesh, Shard(0))
+        fastamp.optimizer_step(optimizer)
+        parameter._local_tensor = parameter._local_tensor.clone()
+    return whole(parameter).unique().tolist()
 
 
-def error_text():
-    """Return the text of clip's error where the second gradient of rank 0 is not finite."""
-    _, grads = grads_on("fsdp")
-    if dist.get_rank() == 0:
-        grads[1].to_local()[0] = math.inf
-    try:
-        fastamp.clip_grad_norm_(as_parameters(grads), 1.0, error_if_nonfinite=True)
-    except RuntimeError as error:
-        return str(error)
+def fsdp_over_tensor_parallel():
+    """Step a model on a mesh of two dimensions."""
+    grid = mesh_of(2, 2)
+    layers = [torch.nn.Linear(5, 14), torch.nn.Linear(14, 3), torch.nn.LayerNorm(3)]
+    model = torch.nn.Sequential(*layers)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0))}
+    plan |= {"2": SequenceParallel(sequence_dim=0)}
+    parallelize_module(model, grid["inner"], plan)
+    fully_shard(model, mesh=grid["outer"])
+    scaler = scaler_of()
+    scaler.scale(model(random((4, 5), torch.float32, "cpu")).square().sum()).backward()
+    norm = norm_of([whole(p.grad) / 4 for p in model.parameters()])
+    scaler.step(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), max_norm=0.1)
+    kinds = " ".join(str(p.placements) for p in model.parameters())
+    return scaler.last_step.norm.item(), norm, kinds
 
 
-# --- process groups, pipelines, names ---
+# --- process groups and pipelines ---
 
 
 def plain_parts(missing):
@@ -204,12 +310,10 @@ def plain_parts(missing):
     values = random((dist.get_world_size(), 5), torch.float32, "cpu")
     values[missing] = 0
     parameters = parameters_with(None if rank == missing else values[rank] * 8)
-    scaler = fastamp.GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
-    scaler.scale(torch.ones(()))
+    scaler = scaler_of(8.0, process_group=dist.group.WORLD)
     scaler.step(torch.optim.SGD(parameters, lr=1.0, fused=True), max_norm=1.0)
     scaler.update()
-    expected = fastamp.get_total_norm(values).item()
-    return scaler.last_step.norm.item(), expected, scaler.last_step.skipped
+    return scaler.last_step.norm.item(), norm_of(values), scaler.last_step.skipped
 
 
 def pipeline(bad_rank):
@@ -218,19 +322,15 @@ def pipeline(bad_rank):
     grid = mesh_of(2, half)
     values = random((2, 6, 3), torch.float32, "cpu")
     stage = rank // half
-    parameters = as_parameters(
-        [spread(values[stage], grid["inner"], Shard(0)), torch.full((2,), 1.0 + stage)]
-    )
+    parts = [spread(values[stage], grid["inner"], Shard(0)), torch.full((2,), 1.0 + stage)]
+    parameters = as_parameters(parts)
     if rank == bad_rank:
         parameters[0].grad.to_local()[0, 0] = math.nan
-    group = grid.get_group("outer")
-    scaler = fastamp.GradScaler("cpu", init_scale=1.0, process_group=group)
-    scaler.scale(torch.ones(()))
+    scaler = scaler_of(1.0, process_group=grid.get_group("outer"))
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
         scaler.step(torch.optim.AdamW(parameters, lr=1.0, fused=True), max_norm=1.0)
     scaler.update()
-    wholes = [values, torch.tensor([1.0, 1.0, 2.0, 2.0])]
-    expected = norm_of(wholes)
+    expected = norm_of([values, torch.tensor([1.0, 1.0, 2.0, 2.0])])
     got = scaler.last_step.norm.item(), scaler.last_step.skipped, scaler.get_scale()
     return got, expected, counted.call_count
 
@@ -246,11 +346,122 @@ def group_over_mesh(name):
     return scaler.last_step.norm.item(), norm, counted.get_total_counts()
 
 
-class Named(torch.nn.Module):
-    def __init__(self, grads):
-        super().__init__()
-        for i, parameter in enumerate(as_parameters(grads)):
-            self.register_parameter(f"w{i}", parameter)
+def experts():
+    """Step a dense weight of four ranks, and an expert of each pair: the error, and the norms."""
+    mesh, rank = mesh_of(2, 2), dist.get_rank()
+    values = torch.arange(1.0, 9.0).view(4, 2)
+    expert = spread(values * (10 if rank < 2 else 20), mesh["inner"], Shard(0))
+    parameters = as_parameters([spread(values, mesh, Shard(0), Shard(1)), expert])
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    try:
+        fastamp.optimizer_step(optimizer, max_norm=1.0)
+    except ValueError as error:
+        said = str(error)
+    assert all(not p.to_local().any() for p in parameters)
+    report = fastamp.optimizer_step(optimizer, 1.0, process_group=dist.group.WORLD)
+    norm = math.sqrt((1 + 10**2 + 20**2) * values.square().sum().item())
+    return said, (report.norm.item(), norm)
+
+
+def step_in_a_group():
+    """Step twice without a scaler; in the first step one rank alone has a bad gradient."""
+    (p,) = parameters_with(torch.ones(2))
+    optimizer, found = torch.optim.SGD([p], lr=1.0), []
+    for bad in (True, False):
+        p.grad = torch.ones(2)
+        if bad and dist.get_rank() == 1:
+            p.grad[0] = math.inf
+        report = fastamp.optimizer_step(optimizer, 1.0, process_group=dist.group.WORLD)
+        found.append(report.skipped)
+    return found, report.norm.item(), p.tolist()
+
+
+# --- ranks without a gradient, and ranks that fail ---
+
+
+class Sub(torch.Tensor):
+    """A tensor of another type, as libraries have them."""
+
+
+def _give_up_soon():
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANGS_S), dist.group.WORLD)
+
+
+def uneven_parameters(what):
+    """Return parameters of two ranks, and the values of their gradients that count."""
+    rank, values = dist.get_rank(), random((4, 3), torch.float32, "cpu")
+    if what == "process group, another type":
+        mine = values[2 * rank : 2 * rank + 2].clone()
+        return as_parameters([mine.as_subclass(Sub) if rank == 1 else mine]), [values]
+    shared = [random(5, torch.float32, "cpu")] * (what == "DTensors, a plain one left")
+    parameters = as_parameters([spread(values, mesh_of(2), Shard(0)), *map(torch.clone, shared)])
+    if rank == 1:
+        parameters[0].grad = None
+    return parameters, [values[:2], *shared]
+
+
+def clip_and_step(what, how, bad):
+    """Clip and step; return the norm, its expected value, whether it was skipped, and the scale."""
+    _give_up_soon()
+    parameters, counted = uneven_parameters(what)
+    expected = math.inf if bad else fastamp.get_total_norm(counted).item()
+    if bad and dist.get_rank() == 0:
+        getattr(parameters[0].grad, "_local_tensor", parameters[0].grad)[0, 0] = math.inf
+    if how == "clip_grad_norm_":
+        return fastamp.clip_grad_norm_(parameters, 1.0).item(), expected, bad, 2.0 if bad else 4.0
+    group = dist.group.WORLD if what.startswith("process group") else None
+    scaler = scaler_of(enabled=how != "without scaling", process_group=group)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(scaler.get_scale())
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    if how == "clip, then step":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer, max_norm=1.0 if how != "clip, then step" else None)
+    scaler.update()
+    report = scaler.last_step
+    return report.norm.item(), expected, report.skipped, scaler.get_scale()
+
+
+def fail_in_a_collective(fused, enabled):
+    """Lose the connection in a step, then make it again; return what was left and the result."""
+    _give_up_soon()
+    values, results, left = random((4, 3), torch.float32, "cpu"), [], []
+    for fails in (False, True):
+        parameters = as_parameters([spread(values, mesh_of(2), Shard(0)), values[0].clone()])
+        optimizer = torch.optim.AdamW(parameters, lr=1.0, fused=fused)
+        scaler = scaler_of(enabled=enabled)
+        if fails:
+            with mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("lost")):
+                try:
+                    scaler.step(optimizer, max_norm=1.0)
+                except RuntimeError as error:
+                    left += [str(error), parameters[0]._local_tensor.grad]
+        scaler.step(optimizer, max_norm=1.0)
+        results.append([whole(p) for p in parameters])
+    return left, *results
+
+
+# --- names of bad values ---
+
+
+def error_text():
+    """Return the text of clip's error where the second gradient of rank 0 is not finite."""
+    _, grads = grads_on("fsdp")
+    if dist.get_rank() == 0:
+        grads[1].to_local()[0] = math.inf
+    try:
+        fastamp.clip_grad_norm_(as_parameters(grads), 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return str(error)
+
+
+def _name(grads, group=None):
+    module = torch.nn.Module()
+    for i, parameter in enumerate(as_parameters(grads)):
+        module.register_parameter(f"w{i}", parameter)
+    found = fastamp.nonfinite_parameters(module, group)
+    return [(entry.rank, tuple(entry)) for entry in found], str(found[:1])
 
 
 def bad_names(layout):
@@ -259,31 +470,10 @@ def bad_names(layout):
     wholes[1][2] = math.nan
     wholes[4][17, 100] = math.inf
     wholes[4][40, 3] = -math.inf
-    for grad, tensor in zip(grads, wholes, strict=True):
-        if isinstance(grad, DTensor):
-            fresh = spread(tensor, grad.device_mesh, *grad.placements)
-            grad.to_local().copy_(fresh.to_local())
-    found = fastamp.GradScaler("cpu").nonfinite_parameters(Named(grads))
-    return [(entry.rank, tuple(entry)) for entry in found], repr(found[0])
-
-
-def fsdp_over_tensor_parallel():
-    """Step a model on a mesh of two dimensions."""
-    grid = mesh_of(2, 2)
-    layers = [torch.nn.Linear(5, 14), torch.nn.Linear(14, 3), torch.nn.LayerNorm(3)]
-    model = torch.nn.Sequential(*layers)
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0))}
-    plan |= {"2": SequenceParallel(sequence_dim=0)}
-    parallelize_module(model, grid["inner"], plan)
-    fully_shard(model, mesh=grid["outer"])
-    scaler = fastamp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(random((4, 5), torch.float32, "cpu")).square().sum()).backward()
-    wholes = [whole(p.grad) / 4 for p in model.parameters()]
-    scaler.step(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), max_norm=0.1)
-    scaler.update()
-    kinds = " ".join(str(p.placements) for p in model.parameters())
-    norm = norm_of(wholes)
-    return scaler.last_step.norm.item(), norm, kinds
+    spreads = zip(grads, wholes, strict=True)
+    return _name(
+        [spread(w, g.device_mesh, *g.placements) if is_spread(g) else w for g, w in spreads]
+    )
 
 
 def bad_names_of_plain_parts(bad_rank):
@@ -291,20 +481,4 @@ def bad_names_of_plain_parts(bad_rank):
     grad = torch.ones(3)
     if dist.get_rank() == bad_rank:
         grad[1] = math.inf
-    module = Named([grad])
-    found = [
-        fastamp.GradScaler("cpu", process_group=group).nonfinite_parameters(module)
-        for group in (None, dist.group.WORLD)
-    ]
-    return [[(entry.rank, tuple(entry)) for entry in entries] for entries in found]
-
-
-def clipped_in_a_graph():
-    """Clip in graphs of torch.compile, with torch's function and with ours."""
-    results = []
-    for clip in (torch.nn.utils.clip_grad_norm_, fastamp.clip_grad_norm_):
-        parameters = as_parameters(grads_on("fsdp")[1])
-        compiled = torch.compile(clip, backend="eager", fullgraph=True)
-        norm = compiled(parameters, 0.5)
-        results.append([whole(norm).item(), *(whole(p.grad) for p in parameters)])
-    return results
+    return [_name([grad], group)[0] for group in (None, dist.group.WORLD)]

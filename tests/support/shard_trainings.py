@@ -1,30 +1,18 @@
-"""Whole trainings that the ranks of step/test_shards.py run, and what stock does with them."""
+"""Whole trainings that the ranks of step/test_shards.py run."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
-import sys
 import warnings
 
 import torch
 import torch.distributed as dist
-from support.gradients import parameters_with
-from support.shard_cases import as_parameters, mesh_of, spread, whole
+from support.shard_cases import mesh_of, whole
 from support.training import OPTIMIZERS
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import (
-    Replicate,
-    Shard,
-)
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fastamp
@@ -46,146 +34,57 @@ def batches():
     return torch.randint(256, (STEPS, BATCH, 9), generator=generator)
 
 
-def train(model, scaler, optimizer, rank=0, count=1, bad_rank=0):
-    """Train on this rank's part of each batch, with an inf in one part of a gradient."""
-    seen = {"skipped": [], "scales": [], "norms": []}
+def sharded(model, mesh):
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def train(how, name):
+    """Train over the ranks in a way, or alone, with an inf in one part of the last rank.
+
+    Returns:
+        What each step has said, and the whole parameters.
+    """
+    count, rank = (1, 0) if how == "alone" else (dist.get_world_size(), dist.get_rank())
+    model, group = make_gpt(), None
+    if how in ("fsdp2", "hsdp"):
+        sharded(model, mesh_of(2, count // 2) if how == "hsdp" else mesh_of(count))
+    elif how == "ddp":
+        model = DistributedDataParallel(model)
+    elif how == "fsdp1":  # whose gradients are plain parts
+        group = dist.group.WORLD
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that it is deprecated
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scaler = fastamp.GradScaler("cpu", 1024.0, growth_interval=6, process_group=group)
+    seen = []
     for i, batch in enumerate(batches()):
         optimizer.zero_grad()
         part = batch[rank * BATCH // count : (rank + 1) * BATCH // count]
-        logits = model(part[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
-        scaler.scale(loss).backward()
-        if i == BAD_STEP and rank == bad_rank:
+        halves = part.chunk(2) if how == "ddp" else [part]  # the first one is not reduced
+        for half in halves:
+            is_last = half is halves[-1]
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                logits = model(half[:, :-1]).flatten(0, 1)
+                loss = torch.nn.functional.cross_entropy(logits, half[:, 1:].flatten())
+                scaler.scale(loss / len(halves)).backward()
+        if i == BAD_STEP and (rank == count - 1 or how == "ddp"):
             grads = [p.grad for p in model.parameters() if p.grad is not None]
-            held = [g for g in map(_ops.local_of, grads) if g.numel()]
-            held[-1].view(-1)[0] = math.inf
+            [*_, last] = [g for g in map(_ops.local_of, grads) if g.numel()]
+            last.view(-1)[0] = math.inf
         scaler.step(optimizer, max_norm=MAX_NORM)
         scaler.update()
-        seen["skipped"].append(scaler.last_step.skipped)
-        seen["scales"].append(scaler.get_scale())
-        seen["norms"].append(scaler.last_step.norm.item())
-    return seen
+        seen.append((scaler.last_step.skipped, scaler.get_scale()))
+    summoned = contextlib.nullcontext()
+    if how == "fsdp1":
+        summoned = FullyShardedDataParallel.summon_full_params(model)
+    with summoned:
+        return seen, [whole(p).clone() for p in model.parameters()]
 
 
-def make_scaler(**kwargs):
-    return fastamp.GradScaler("cpu", init_scale=1024.0, growth_interval=6, **kwargs)
-
-
-def train_alone(name):
-    model = make_gpt()
-    seen = train(model, make_scaler(), OPTIMIZERS[name](model.parameters()))
-    return seen, [p.detach() for p in model.parameters()]
-
-
-def train_sharded(name, sizes, bad_rank):
-    """Train with fully_shard on a mesh of one dimension, or two for HSDP."""
-    mesh = mesh_of(*sizes)
-    model = make_gpt()
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    optimizer = OPTIMIZERS[name](model.parameters())
-    seen = train(model, make_scaler(), optimizer, dist.get_rank(), dist.get_world_size(), bad_rank)
-    return seen, [whole(p) for p in model.parameters()]
-
-
-def train_fsdp1(name, bad_rank):
-    """Train with FullyShardedDataParallel, whose gradients are plain parts."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FSDP1 says that it is deprecated
-        model = FullyShardedDataParallel(make_gpt(), device_id=torch.device("cpu"))
-        optimizer = OPTIMIZERS[name](model.parameters())
-        scaler = make_scaler(process_group=dist.group.WORLD)
-        seen = train(model, scaler, optimizer, dist.get_rank(), dist.get_world_size(), bad_rank)
-        with FullyShardedDataParallel.summon_full_params(model):
-            return seen, [p.detach().clone() for p in model.parameters()]
-
-
-def train_ddp(name, accumulate):
-    """Train with DDP; accumulate: the batch comes in two halves, the first without a reduction."""
-    model = DistributedDataParallel(make_gpt())
-    optimizer = OPTIMIZERS[name](model.parameters())
-    scaler = make_scaler()
-    rank, count = dist.get_rank(), dist.get_world_size()
-    scales = []
-    for batch in batches():
-        optimizer.zero_grad()
-        part = batch[rank * BATCH // count : (rank + 1) * BATCH // count]
-        micro = part.chunk(2) if accumulate else [part]
-        for i, tokens in enumerate(micro):
-            last = i == len(micro) - 1
-            with contextlib.nullcontext() if last else model.no_sync():
-                logits = model(tokens[:, :-1]).flatten(0, 1)
-                loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
-                scaler.scale(loss / len(micro)).backward()
-        scaler.step(optimizer, max_norm=MAX_NORM)
-        scaler.update()
-        scales.append((scaler.get_scale(), scaler.last_step.norm.item()))
-    return scales, [p.detach() for p in model.parameters()]
-
-
-def train_uneven():
-    """Train with DDP where rank 1 has fewer batches, under join."""
-    model = DistributedDataParallel(make_gpt())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    scaler = make_scaler()
-    rank = dist.get_rank()
-    steps = 0
-    with model.join():
-        for batch in batches()[: 3 if rank == 1 else 5]:
-            optimizer.zero_grad()
-            logits = model(batch[rank : rank + 1, :-1]).flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(logits, batch[rank, 1:])
-            scaler.scale(loss).backward()
-            scaler.step(optimizer, max_norm=MAX_NORM)
-            scaler.update()
-            steps += not scaler.last_step.skipped
-    return steps, [p.detach() for p in model.parameters()]
-
-
-def split_verdict(stock):
-    """Step plain parts, of which rank 0's holds an inf; return whether the parameters moved."""
-    grad = torch.ones(4)
-    if dist.get_rank() == 0:
-        grad[1] = math.inf
-    parameters = parameters_with(grad)
-    cls = ShardedGradScaler if stock else fastamp.GradScaler
-    scaler = cls("cpu", process_group=dist.group.WORLD)
-    scaler.scale(torch.ones(()))
-    scaler.step(torch.optim.AdamW(parameters, lr=0.1, fused=True))
-    scaler.update()
-    return bool(parameters[0].any()), scaler.get_scale()
-
-
-def unscale_then_fused(stock):
-    """Unscale, then step with a fused optimizer; return the error, or the parameters."""
-    parameters = parameters_with(torch.full((4,), 2.0**16))
-    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
-    cls = ShardedGradScaler if stock else fastamp.GradScaler
-    scaler = cls("cpu", process_group=dist.group.WORLD)
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(optimizer)
-    try:
-        scaler.step(optimizer)
-    except RuntimeError as error:
-        return str(error)
-    return parameters[0].tolist()
-
-
-def mixed_verdict(stock, how):
-    """Check [Replicate, Shard] with an inf in rank 1's shard; return this rank's verdict."""
-    mesh = mesh_of(dist.get_world_size())
-    grads = [spread(torch.ones(4), mesh, Replicate()), spread(torch.ones(4), mesh, Shard(0))]
-    if dist.get_rank() == 1:
-        grads[1].to_local()[0] = math.inf
-    optimizer = torch.optim.AdamW(as_parameters(grads), lr=0.1, fused=True)
-    scaler = (torch.amp.GradScaler if stock else fastamp.GradScaler)("cpu")
-    scaler.scale(torch.ones(()))
-    getattr(scaler, how)(optimizer)
-    [flag] = scaler._found_inf_per_device(optimizer).values()
-    return flag.item()
-
-
-def collectives(what, stock):
+def collectives(what):
     """Count the collectives of one step after backward."""
     count = dist.get_world_size()
     if what == "tensor parallel":
@@ -194,41 +93,12 @@ def collectives(what, stock):
         parallelize_module(model, mesh_of(count), plan)
         inputs = torch.ones(2, 8)
     else:
-        model = make_gpt()
-        mesh = mesh_of(2, count // 2) if what == "hsdp" else mesh_of(count)
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh)
+        model = sharded(make_gpt(), mesh_of(2, count // 2) if what == "hsdp" else mesh_of(count))
         inputs = batches()[0, :, :-1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scaler = (torch.amp.GradScaler if stock else fastamp.GradScaler)("cpu")
+    scaler = fastamp.GradScaler("cpu")
     scaler.scale(model(inputs).square().mean()).backward()
     with CommDebugMode() as counted:
-        if stock:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-            scaler.step(optimizer)
-        else:
-            scaler.step(optimizer, max_norm=MAX_NORM)
+        scaler.step(optimizer, max_norm=MAX_NORM)
         scaler.update()
     return counted.get_total_counts()
-
-
-def calls_of_clipping(count):
-    """Return how many functions the first and the second clip of so many DTensors call.
-
-    torch's first, then ours.
-    """
-    mesh = mesh_of(dist.get_world_size())
-    grads = [spread(torch.randn(64), mesh, Shard(0)) for _ in range(count)]
-    parameters = as_parameters(grads)
-    calls = []
-    for clip in (torch.nn.utils.clip_grad_norm_, fastamp.clip_grad_norm_):
-        seen = []
-        for _ in range(2):
-            events = collections.Counter()
-            sys.setprofile(lambda _frame, event, _arg, events=events: events.update([event]))
-            clip(parameters, 1.0)
-            sys.setprofile(None)
-            seen.append(events["call"] + events["c_call"])
-        calls.append(seen)
-    return calls

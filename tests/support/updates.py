@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def is_torchs(cls):
-    """Say whether torch has the optimizer, and so implementations to compare with."""
-    return cls.__module__.startswith("torch.optim")
-
-
 SIZES = [(3,), (70, 5), (0,), (1025,), (70_000,)]
 RULES = {
     "adamw": (torch.optim.AdamW, {}),
@@ -29,15 +24,13 @@ RULES = {
     "sgd, nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
 }
 
-MORE_RULES = {
+MORE_RULES = RULES | {
     "adam": (torch.optim.Adam, {}),
     "adam, maximize": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True, "eps": 1e-3}),
     "sgd, maximize": (torch.optim.SGD, {"maximize": True}),
     "sgd, momentum": (torch.optim.SGD, {"momentum": 0.9}),
 }
-"""Options that few tests need."""
-
-OF_TORCH = [name for name, (cls, _) in (RULES | MORE_RULES).items() if is_torchs(cls)]
+"""With options that few tests need."""
 
 
 def make(name, dtype=torch.float32, *, sizes=SIZES, device=None, **options):
@@ -45,7 +38,7 @@ def make(name, dtype=torch.float32, *, sizes=SIZES, device=None, **options):
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(size, generator=generator) for size in sizes]
     made = [torch.nn.Parameter(each.to(device or device_in_use(), dtype)) for each in values]
-    cls, given = (RULES | MORE_RULES)[name]
+    cls, given = MORE_RULES[name]
     groups = [{"params": made[:2]}, {"params": made[2:], "lr": 3e-3}]
     return made, cls([g for g in groups if g["params"]], **{"lr": 1e-2, **given, **options})
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
 import sys
 
 import pytest
-from support.fault_trials import (
-    BENCH_FILES,
-    GROUPS,
-    PRELOADED,
-    SUBJECTS,
-    History,
-    Tally,
-    Trials,
-)
+from support.fault_trials import FILES, GROUPS, PRELOADED, SUBJECTS, History, Trials
 from support.faults import Fault, Server
 
 WANTED = {"loops": 4}  # that strike, else 2; `nox -s faults` wants hundreds
@@ -41,11 +32,7 @@ def trials(server):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_nothing_is_lost_that_was_reported_as_saved(group, trials):
-    tally = Tally()
-    numbers = itertools.count()
-    while sum(tally.struck.values()) < WANTED.get(group, 2):
-        tally.add(*trials.run(group, next(numbers)))
-    assert not tally.problems
+    assert trials.run_until(group, WANTED.get(group, 2)) == []
 
 
 def run(server, name, folder, *faults):
@@ -103,9 +90,9 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_as_the_folders_error(server
 
 
 def make_folder(folder):
-    """Make a folder with the files of the bench, which a program then replaces."""
+    """Make a folder with older files, which a program then replaces."""
     folder.mkdir()
-    for name, text in BENCH_FILES.items():
+    for name, text in FILES.items():
         (folder / name).write_text(text)
     return folder
 
@@ -131,6 +118,6 @@ def test_a_program_that_does_not_sync_is_found_out(server, tmp_path):
         ran = server.run("support.fault_programs:write_carelessly", folder, fault=fault)
         assert ran.struck == "remove"
         text = (folder / "record").read_text()
-        assert text in BENCH_FILES["record"] or set(text) <= {"x"}
+        assert text in FILES["record"] or set(text) <= {"x"}
         found.add(len(text))
-    assert {0, 10_000, len(BENCH_FILES["record"])} <= found
+    assert {0, 10_000, len(FILES["record"])} <= found
