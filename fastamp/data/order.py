@@ -22,6 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fastamp.data.checks import as_integer
 from fastamp.data.position import Position
 from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_kept
 
@@ -75,6 +76,8 @@ class Share(NamedTuple):
 
 def find_share(rank: int | None, world_size: int | None) -> Share:
     """Return this rank's share: the one given, torch.distributed's, or all."""
+    rank = as_integer("rank", rank, least=0)
+    world_size = as_integer("world_size", world_size, least=1)
     if (rank is None) != (world_size is None):
         missing, given = ("rank", "world_size") if rank is None else ("world_size", "rank")
         msg = f"{missing}: expected together with {given}, got None"

@@ -176,10 +176,9 @@ def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:
     Datasets in its attributes, as in Subset and ConcatDataset, are copied in the same way.
     """
     known = {} if known is None else known
-    if id(dataset) in known:
-        return known[id(dataset)]
-    if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor | type | ModuleType):
-        return dataset
+    is_plain = not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor | ModuleType)
+    if id(dataset) in known or is_plain or isinstance(dataset, type):
+        return known.get(id(dataset), dataset)
     try:
         made = known[id(dataset)] = copy.copy(dataset)
     except TypeError:  # it cannot be copied
@@ -187,9 +186,6 @@ def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:
     for name, value in vars(made).items():
         if isinstance(value, Dataset):
             vars(made)[name] = own_copy(value, known)
-        elif type(value) in (list, tuple) and any(isinstance(each, Dataset) for each in value):
-            copies = [
-                own_copy(each, known) if isinstance(each, Dataset) else each for each in value
-            ]
-            vars(made)[name] = type(value)(copies)
+        elif type(value) in (list, tuple) and isinstance(next(iter(value), None), Dataset):
+            vars(made)[name] = type(value)(own_copy(each, known) for each in value)
     return made

@@ -133,10 +133,8 @@ def test_a_loader_holds_one_batch(threads):
 
 
 def test_a_write_at_each_step_makes_no_batch_twice(monkeypatch):
-    made, gather = [], sources.Gathered.gather
-    monkeypatch.setattr(
-        sources.Gathered, "gather", lambda *args: made.append(args[3]) or gather(*args)
-    )
+    made, make = [], sources.Gathered.make
+    monkeypatch.setattr(sources.Gathered, "make", lambda *args: made.append(args[3]) or make(*args))
     data, x = torch.zeros(40, 3), torch.zeros(4, 3)
     for number, (rows,) in enumerate(fastamp.DataLoader(TensorDataset(data), 4)):
         assert torch.equal(rows, x + number)
