@@ -169,9 +169,7 @@ def _columns(samples: Sequence[Any], names: Iterable[Any], keys: _Keys) -> Itera
     """Return the values of all samples for each name, in torch's containers."""
     first = samples[0]
     if isinstance(first, Mapping):
-        core = _ops.core_for(_CPU)
-        found: Any = core and core.columns(tuple(samples), tuple(names))
-        return map(list, found) if found else ([s[name] for s in samples] for name in names)
+        return ([sample[name] for sample in samples] for name in names)
     if not isinstance(first, Sequence):  # a dataclass
         return ([getattr(sample, name) for sample in samples] for name in names)
     length = len(first)

@@ -32,11 +32,6 @@ class _Copied(NamedTuple):
     taken: torch.cuda.Event
     """Recorded on the consumer's stream when it takes the batch."""
 
-    def note(self, tensor: Tensor) -> Tensor:
-        """Note a tensor of the batch, and return it."""
-        self.tensors.append(tensor)
-        return tensor
-
 
 class CudaCopies:
     """Copies batches to a CUDA device on a stream of its own.
@@ -84,6 +79,10 @@ class CudaCopies:
         copied = _Copied(done, [], [], taken)
         current = torch.cuda.current_stream(self._device)
 
+        def note(tensor: Tensor) -> Tensor:
+            copied.tensors.append(tensor)
+            return tensor
+
         def destination(tensor: Any) -> Any:
             is_plain = type(tensor) in (Tensor, torch.nn.Parameter)  # `to` keeps a subclass
             if not is_plain or tensor.layout is not torch.strided or tensor.is_nested:
@@ -100,7 +99,7 @@ class CudaCopies:
                 else:
                     self._reading = done
                 target.copy_(tensor, non_blocking=True)
-            return copied.note(target)
+            return note(target)
 
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._side):
             try:
@@ -108,7 +107,7 @@ class CudaCopies:
                 if finish is not None:
                     moved = finish(moved)
                     copied.tensors.clear()
-                    map_tensors(copied.note, moved)
+                    map_tensors(note, moved)
             finally:
                 done.record()
         self._taken.append(taken)
