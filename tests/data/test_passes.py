@@ -102,15 +102,6 @@ def test_an_iterator_stays_exhausted_and_counts_its_epoch_once(backend):
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_a_pass_goes_on_after_an_error(backend):
-    for loader_class in (fastamp.DataLoader, TorchDataLoader):
-        iterator = iter(loader_class(X, 2, sampler=[1, 2, 3, N, 5, 6]))
-        assert torch.equal(next(iterator), X[1:3])
-        with pytest.raises(IndexError):
-            next(iterator)
-        assert torch.equal(next(iterator), X[5:7])
-
-
 @pytest.mark.parametrize("seed", [1.5, "a", True, -1, 2**64])
 def test_a_bad_seed_is_refused(seed):
     with pytest.raises(ValueError, match="seed: expected an integer of at least 0"):
