@@ -123,11 +123,9 @@ class Plan(NamedTuple):
     sampler: Any
     """What yields batches of indices, or single ones where the loader does not batch."""
     single: bool
-    """Whether the sampler yields single indices."""
     seed: int | None
     """Of the order; None draws one for each pass."""
     share: Share | None
-    """This rank's; None loads all."""
     source: torch.Generator | None
     """What the sampler or the loader draws from; None for torch's default generator."""
 
@@ -140,9 +138,7 @@ class Plan(NamedTuple):
         size, drop_last, rows = 1, False, self.sampler
         if not self.single and type(rows) is BatchSampler:
             size, drop_last, rows = rows.batch_size, rows.drop_last, rows.sampler
-        elif not self.single:
-            return self._read(position, draw_base)
-        if not _is_computed(rows):
+        if not _is_computed(rows) or (rows is self.sampler and not self.single):
             return self._read(position, draw_base)
         draw_base(position.sample_seed is not None)
         order = self._compute(rows, position)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.loading import Rows, Squares, assert_same, ends, make_array
 from support.streams import Stream
-from torch.utils.data import BatchSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, SequentialSampler, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
@@ -117,6 +117,12 @@ def test_a_sampler_that_raises_does_so_at_its_batch(count, dataset, backend):
         batches, error = drain(fastamp.DataLoader(dataset, **options))
         assert_same(batches, expected_batches)
         assert (type(error), str(error)) == (type(expected), str(expected))
+
+
+@pytest.mark.parametrize("dataset", [X, Squares()], ids=["arrays", "python"])
+def test_a_sampler_of_indices_in_the_place_of_batches_is_an_error_as_in_torch(dataset):
+    with pytest.raises(TypeError, match="not iterable"):
+        next(iter(fastamp.DataLoader(dataset, batch_sampler=SequentialSampler(dataset))))
 
 
 @pytest.mark.parametrize("indices", [[0.5], ["a"], []], ids=["float", "string", "empty"])

@@ -178,19 +178,15 @@ def test_tokens_that_do_not_fit_are_refused_by_name(tmp_path):
     for sources, options, message in (
         (raw, {}, "t.bin has 9 bytes: expected 0 of a header and a multiple of 2 of"),
         (raw, {"header": 10}, "t.bin has 9 bytes: expected 10 of a header"),
-        (raw, {"header": 9}, "0 tokens are too few"),
         (saved, {"header": 4}, r"header=4: expected 0, since path_or_array\[0\] is no file of raw"),
         ([raw, tokens], {"header": 1}, r"header=1: expected 0, since path_or_array\[1\]"),
         ([tokens, np.zeros((3, 3), "u2")], {}, r"array\[1\]: expected one dimension .* \(3, 3\)"),
-        ([tokens, np.zeros(9, "f4")], {}, r"path_or_array\[1\]: expected .* of float32"),
         ([tokens, np.zeros(9, "u4")], {}, r"\[1\]: expected one dimension of uint16 .* of uint32"),
         ([tokens, saved], {"dtype": "i4"}, r"\[0\]: expected one dimension of int32 .* of uint16"),
         (tokens.astype("f4"), {}, "expected one dimension of uint8, uint16, .* of float32"),
         (tokens.astype(">u2"), {}, "in this machine's byte order, got .* of >u2"),
         (torch.zeros(9, device="meta"), {}, "meta"),
         ([tokens[:1], tokens[:1]], {}, "block_size=2: 2 tokens are too few for one window"),
-        ([], {}, "0 tokens are too few"),
-        (raw, {"dtype": "f4", "header": 1}, "expected one dimension of uint8"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             fastamp.TokenDataset(sources, 2, **options)
