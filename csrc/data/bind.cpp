@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "data/collate.h"
@@ -130,28 +129,6 @@ py::object stack(const py::object& samples, const py::object& dtype, const py::o
   return out;
 }
 
-/// Returns the values of dicts, a tuple for each key; None if a sample is no dict or lacks a key.
-py::object columns(const py::tuple& samples, const py::tuple& keys) {
-  const Py_ssize_t count = PyTuple_GET_SIZE(samples.ptr());
-  py::tuple found(keys.size());
-  for (std::size_t k = 0; k < keys.size(); ++k) found[k] = py::tuple(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* sample = PyTuple_GET_ITEM(samples.ptr(), i);
-    if (!PyDict_CheckExact(sample)) return py::none();
-    Py_ssize_t next = 0;
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keys.ptr()); ++k) {
-      PyObject *key = nullptr, *value = nullptr, *wanted = PyTuple_GET_ITEM(keys.ptr(), k);
-      // Most samples have the keys in the order of the first one: a walk needs no look-up.
-      if (PyDict_Next(sample, &next, &key, &value) == 0 || key != wanted)
-        value = PyDict_GetItemWithError(sample, wanted);
-      if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-      if (value == nullptr) return py::none();
-      PyTuple_SET_ITEM(PyTuple_GET_ITEM(found.ptr(), k), i, Py_NewRef(value));
-    }
-  }
-  return std::move(found);
-}
-
 template <typename T>
 T* address_of(py::handle tensor) {
   return reinterpret_cast<T*>(tensor.attr("data_ptr")().cast<std::uintptr_t>());
@@ -189,7 +166,6 @@ void gather_rows(const py::object& array, const py::object& rows, const py::obje
 
 // Documented in fastamp/data/sources.py and fastamp/data/collate.py.
 void define_data(py::module_& module) {
-  module.def("columns", &columns, py::arg("samples"), py::arg("keys"));
   module.def("gather", &gather_rows, py::arg("array"), py::arg("rows"), py::arg("out"),
              py::arg("num_threads"), py::arg("widened") = 0);
   module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),

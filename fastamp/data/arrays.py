@@ -128,20 +128,12 @@ def in_row_order(columns: Columns, max_bytes: int) -> Columns:
             length = (len(array) - 1) * step + array.shape[1]
             if not apart:
                 rows = array.as_strided((length, *array.shape[2:]), array.stride()[1:])
-        if array[:1].is_contiguous() or rows.nbytes > min(
+        if not array[:1].is_contiguous() and rows.nbytes <= min(
             max_bytes, array.untyped_storage().nbytes()
         ):
-            arrays.append(array)
-            continue
-        max_bytes -= rows.nbytes
-        copied = _copy(rows)
-        steps = (step * copied.stride(0), *copied.stride())
-        arrays.append(copied if rows is array else copied.as_strided(array.shape, steps))
+            max_bytes -= rows.nbytes
+            copied = rows.contiguous()
+            steps = (step * copied.stride(0), *copied.stride())
+            array = copied if rows is array else copied.as_strided(array.shape, steps)  # noqa: PLW2901
+        arrays.append(array)
     return replace(columns, arrays=arrays)
-
-
-def _copy(array: Tensor) -> Tensor:
-    try:
-        return torch.from_numpy(np.ascontiguousarray(array.numpy()))  # in a third of torch's time
-    except TypeError:  # on a device, or of a dtype that NumPy does not have
-        return array.contiguous()

@@ -7,7 +7,7 @@ to torch's own collate function.
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -85,7 +85,7 @@ class BatchCollator:
         first = samples[0]
         inner = pad if isinstance(pad, Mapping) else {}
         number = None if isinstance(pad, Mapping) else pad
-        function = _registered(first)
+        function = torch_collate.default_collate_fn_map.get(type(first))
         items = _items_of(first) if function is None and number is None else None
         if items is not None:
             for key in inner:
@@ -169,9 +169,7 @@ def _columns(samples: Sequence[Any], names: Iterable[Any], keys: _Keys) -> Itera
     """Return the values of all samples for each name, in torch's containers."""
     first = samples[0]
     if isinstance(first, Mapping):
-        core = _ops.core_for(_CPU)
-        found: Any = core and core.columns(tuple(samples), tuple(names))
-        return map(list, found) if found else ([s[name] for s in samples] for name in names)
+        return ([sample[name] for sample in samples] for name in names)
     if not isinstance(first, Sequence):  # a dataclass
         return ([getattr(sample, name) for sample in samples] for name in names)
     length = len(first)
@@ -217,16 +215,10 @@ def _as_element(pad: float, dtype: torch.dtype, _name: str) -> Tensor | None:
     return element if holds else None
 
 
-def _registered(sample: Any) -> Callable[..., Any] | None:
-    """Return torch's collate function for a sample, found as torch finds it."""
-    functions = torch_collate.default_collate_fn_map
-    own = functions.get(type(sample))
-    return own or next((f for types, f in functions.items() if isinstance(sample, types)), None)
-
-
 def _items_of(sample: Any) -> dict[Any, Any] | None:
+    is_list = isinstance(sample, Sequence) and not isinstance(sample, str | bytes)
     items = contents_of(sample)
-    return dict(enumerate(sample)) if items is None and isinstance(sample, Sequence) else items
+    return dict(enumerate(sample)) if items is None and is_list else items
 
 
 def _place(index: int, keys: _Keys) -> str:

@@ -32,11 +32,6 @@ class _Copied(NamedTuple):
     taken: torch.cuda.Event
     """Recorded on the consumer's stream when it takes the batch."""
 
-    def note(self, tensor: Tensor) -> Tensor:
-        """Note a tensor of the batch, and return it."""
-        self.tensors.append(tensor)
-        return tensor
-
 
 class CudaCopies:
     """Copies batches to a CUDA device on a stream of its own.
@@ -84,6 +79,10 @@ class CudaCopies:
         copied = _Copied(done, [], [], taken)
         current = torch.cuda.current_stream(self._device)
 
+        def note(tensor: Tensor) -> Tensor:
+            copied.tensors.append(tensor)
+            return tensor
+
         def destination(tensor: Any) -> Any:
             is_plain = type(tensor) in (Tensor, torch.nn.Parameter)  # `to` keeps a subclass
             if not is_plain or tensor.layout is not torch.strided or tensor.is_nested:
@@ -100,7 +99,7 @@ class CudaCopies:
                 else:
                     self._reading = done
                 target.copy_(tensor, non_blocking=True)
-            return copied.note(target)
+            return note(target)
 
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._side):
             try:
@@ -108,7 +107,7 @@ class CudaCopies:
                 if finish is not None:
                     moved = finish(moved)
                     copied.tensors.clear()
-                    map_tensors(copied.note, moved)
+                    map_tensors(note, moved)
             finally:
                 done.record()
         self._taken.append(taken)
@@ -181,16 +180,12 @@ def prefetch(
     1. A batch is taken from the iterable in the caller's thread: for a CUDA device one ahead of the
        loop. Iterables with a `state_dict`, as a loader's, are asked for a batch when the loop asks:
        their position is always that of the batch delivered.
-    2. For a CUDA device the tensors that are not pinned are pinned, and their copy starts on a side
-       stream, which also allocates their memory. The copy does not wait for the consumer's stream.
-       Memory that the iterable itself has pinned may be filled again: before the next batch is
-       taken, copies out of it have ended.
+    2. For a CUDA device the tensors are pinned, unless they are, and copied on a side stream, which
+       does not wait for the consumer's. Memory that the iterable itself has pinned may be filled
+       again once the next batch is asked for.
     3. When the loop asks for the batch, its current stream waits for the copy; the loop does not.
        The batch is recorded on this stream (`Tensor.record_stream`), so that it may be dropped at
-       any time. To use it on another stream, treat it as a tensor made on this one. If this stream
-       falls 32 batches behind, the caller waits for it.
-
-    Without a device, or with the CPU, only the first step happens.
+       any time. If this stream falls 32 batches behind, the caller waits for it.
 
     Args:
         iterable: of batches: tensors, and objects with a method `to`, in any nesting of dicts,
@@ -200,13 +195,12 @@ def prefetch(
             there. Draws from the program's global generators are not repeatable there.
 
     Raises:
-        ValueError: `thread` is set for an iterable with a state, as a loader: the thread would move
-            its position ahead of the loop's.
+        ValueError: `thread` is set for an iterable with a state, as a loader has.
 
     Returns:
-        An iterable with the length of the one that it wraps, and its `state_dict` and
-        `load_state_dict` if it has them. Each `iter` begins a new pass. An exception of the
-        iterable is raised where its batch would have come; the pass continues if the iterable does.
+        An iterable with the length, `state_dict` and `load_state_dict` of the one that it wraps.
+        Each `iter` begins a new pass. An exception of the iterable is raised where its batch would
+        have come; the pass continues if the iterable does.
 
     Example:
         >>> for batch in fastamp.prefetch([torch.zeros(2), torch.ones(2)], device="cpu"):

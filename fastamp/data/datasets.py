@@ -46,8 +46,7 @@ class ArrayDataset(Dataset[Any]):
         arrays: what was passed, a tuple or a dict; it may be replaced between two passes.
         augment: the augmentations, a tuple.
 
-    The random draws depend on the loader's `seed`, the epoch and the sample's place in it, as in
-    `fastamp.sample_rng`: not on the batch, the workers or the ranks.
+    The random draws are of the sample's place in the epoch, as those of `fastamp.sample_rng`.
 
     Raises:
         TypeError: an array is no tensor or NumPy array with a first dimension, an augmentation is

@@ -35,26 +35,21 @@ _Box: TypeAlias = tuple[int, int, int, int]
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Images in a folder for each class, as torchvision's ImageFolder: `path/dog/xxx.png`.
 
-    `dataset[i]` is `(image, label)`: a uint8 tensor of shape (3, height, width), red, green and
-    blue, and the number of the class. Batches are uint8 of (batch, 3, height, width) and int64.
-
-    The classes are the sorted names of the folders, hidden ones too; images lie in them at any
-    depth, and links are followed. Images are converted to RGB as by Pillow's `convert("RGB")`, and
-    their EXIF orientation is ignored, as by torchvision.
+    `dataset[i]` is `(image, label)`: a uint8 RGB tensor of shape (3, height, width), and the number
+    of the class. As in torchvision, the classes are the sorted names of the folders, images lie in
+    them at any depth, links are followed, and the EXIF orientation is ignored.
 
     An image is cropped to the largest centered part with the aspect ratio of `size`, and resized to
-    `size` with torch's antialiased bilinear filter. A JPEG that is at least twice as large is
-    decoded at a half, a quarter or an eighth of its resolution, the lowest that is enough for
-    `size`. simplejpeg decodes JPEGs where it is installed, else Pillow, to the same pixels. All of
-    this releases the GIL, so that threads help.
+    `size` with torch's antialiased bilinear filter. A JPEG is decoded at a half, a quarter or an
+    eighth of its resolution where that is enough, by simplejpeg where it is installed, else by
+    Pillow, to the same pixels. All of this releases the GIL, so that threads help.
 
     Args:
         path: the folder of the class folders.
         size: height and width of the images, or one number for both.
         random_crop: the least and the largest share of the image's area, as (0.08, 1.0), for a
             random part in place of the centered one: torchvision's RandomResizedCrop.
-        flip: flip half of the images left to right, at random. Random numbers are those of
-            `fastamp.sample_rng()`.
+        flip: flip half of the images left to right, by `fastamp.sample_rng()`, as the crops.
 
     Attributes:
         classes: the names of the classes.
@@ -123,10 +118,6 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __len__(self) -> int:
         return len(self.samples)
-
-    def __repr__(self) -> str:
-        decoder = "simplejpeg" if find_module("simplejpeg") else "Pillow"
-        return f"ImageFolder({self.root!r}: {len(self.samples):,} images, by {decoder})"
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]

@@ -48,9 +48,9 @@ def in_memory(
     are equal up to collation: arrays and numbers are tensors; an outermost list is a tuple, and an
     inner tuple a list.
 
-    Eight items are read four times each first, under 32 different seeds, and must be equal: a
-    dataset that is rarely random is not noticed. The program's random generators are left as they
-    were. What a loader gathers already is returned unchanged if there is no `path`.
+    Eight items are read four times each first, under 32 seeds, and must be equal: a dataset that is
+    rarely random is not noticed. What a loader gathers already is returned unchanged if there is no
+    `path`.
 
     Args:
         dataset: the dataset, with `__getitem__` and `__len__`.

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, IterDataPipe, Sampler, SequentialSampler
 
 from fastamp._ops import untraced
-from fastamp.data.checks import as_integer, check_shardable, check_worker
+from fastamp.data.checks import as_integer
 from fastamp.data.datasets import by_name
 from fastamp.data.making import Options, begin_pass, describe, find_batches, find_source, no_pass
 from fastamp.data.order import SeededSampler, Share, find_samplers, find_share
@@ -28,24 +28,19 @@ class DataLoader(TorchDataLoader[T_co]):
     (format "torch", "numpy" or none) of integers, floats and lists of one length, and a Subset of
     any. Their batches are those of `default_collate`, and no worker processes are started. Every
     other dataset, and every dataset with a `collate_fn` of the user's, is read item by item: in the
-    loop's thread, in torch's worker processes, or in threads if `worker` says so. The user's own
-    code runs where torch runs it. `str(loader)` says which way is taken, and why.
+    loop's thread, in torch's worker processes, or in threads. `str(loader)` says which way is
+    taken, and why.
 
     A batch that the user keeps is never overwritten. A batch is gathered when the loop asks for it,
-    so what the loop writes into the dataset is in the next one. With `device=` one batch is made
-    ahead: a write is seen one batch later, or in part.
-
-    Hugging Face's Accelerate keeps this loader after `fastamp.integrations.accelerate.prepare`, and
-    makes its own of it otherwise.
+    so what the loop writes into the dataset is in the next one; on the way to CUDA in the one after
+    it, or in part.
 
     Args:
         dataset: this and all arguments up to `in_order` are torch.utils.data.DataLoader's.
         device: the device of the batches' tensors, in any nesting of dicts, lists, tuples and
             dataclasses, and of objects with a method `to`. For CUDA a thread gathers the next batch
-            into pinned memory and begins its copy on a side stream. Batches of all other datasets
-            are made when they are asked for, by the loop's thread or by workers, and pinned by
-            torch's own thread with processes; their copy overlaps with the device's step. None
-            leaves them on the CPU. Tensors that are on the device already are gathered there.
+            into pinned memory and begins its copy on a side stream; other batches are copied there
+            when they are asked for. Tensors that are on the device already are gathered there.
         seed: shuffles epoch n with the seed `seed + n`, so that it can be repeated and resumed by
             itself. The order is torch's.
         shard: load this rank's part of the dataset. The parts are those of DistributedSampler with
@@ -56,20 +51,19 @@ class DataLoader(TorchDataLoader[T_co]):
         rank: used with `world_size` in place of torch.distributed's; both imply `shard`.
         world_size: the number of ranks, and of parts.
         worker: what `num_workers` counts. None and "process": processes, as torch has them.
-            "thread": threads of this process, which start at once. Each makes one batch after the
-            other, out of a shallow copy of the dataset. The number of threads changes no result if
-            random numbers come from `fastamp.sample_rng()`; draws from global generators are not
-            repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work in threads. An
-            iterable dataset, and a `__getitem__` that computes in Python, need processes.
+            "thread": threads of this process, each with a shallow copy of the dataset. Their number
+            changes no result if random numbers come from `fastamp.sample_rng()`; draws from global
+            generators are not repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work
+            there. A `__getitem__` that computes in Python needs processes.
         max_bytes: the most memory that the loader itself keeps: buffers of large batches for the
             next ones, and columns of a Hugging Face dataset. None is 1 GiB.
 
     Raises:
         ValueError: as torch's; `max_bytes` is not positive; the arrays of a dict differ in length;
             a sharded loader has a sampler of the user's; only one of `rank` and `world_size` is
-            given, or `rank` is too large; threads are given `timeout`, `persistent_workers`,
-            `multiprocessing_context`, or `in_order=False`, which are of processes.
-        TypeError: a sharded loader, or one of threads, has an iterable dataset.
+            given, or `rank` is too large; threads have an iterable dataset, or are given `timeout`,
+            `persistent_workers`, `multiprocessing_context` or `in_order=False`.
+        TypeError: a sharded loader has an iterable dataset.
         RuntimeError: `shard` is set and a launcher has set WORLD_SIZE, but torch.distributed is not
             initialized.
 
@@ -113,21 +107,14 @@ class DataLoader(TorchDataLoader[T_co]):
     ) -> None:
         max_bytes = as_integer("max_bytes", max_bytes, least=1) or 1 << 30
         seed = as_integer("seed", seed, least=0)
-        rank = as_integer("rank", rank, least=0)
-        world_size = as_integer("world_size", world_size, least=1)
-        processes_only = {
-            "multiprocessing_context": (multiprocessing_context, None),
-            "in_order": (in_order, True),
-            "timeout": (timeout, 0),
-            "persistent_workers": (persistent_workers, False),
+        of_processes = {
+            "multiprocessing_context": multiprocessing_context is not None,
+            "in_order": not in_order,
+            "timeout": timeout != 0,
+            "persistent_workers": persistent_workers,
+            "iterable dataset": isinstance(dataset, IterableDataset),
         }
-        worker = check_worker(worker, dataset, processes_only)
-        given: Any = generator
-        if not isinstance(given, torch.Generator | None):
-            msg = f"generator: expected a torch.Generator or None, got {given!r}"
-            raise TypeError(msg)
-        if device is not None:
-            torch.device(device)
+        _check_worker(worker, [*filter(of_processes.get, of_processes)])
         dataset, share = by_name(dataset), None
         if shard or rank is not None or world_size is not None:
             if type(sampler) is SequentialSampler:  # Lightning's, to overfit
@@ -137,13 +124,20 @@ class DataLoader(TorchDataLoader[T_co]):
                 batches: Any = batch_sampler
                 batch_size, drop_last = batches.batch_size, batches.drop_last
                 shuffle, batch_sampler = isinstance(inner, SeededSampler), None
-            check_shardable(dataset, sampler=sampler, batch_sampler=batch_sampler)
-            share = find_share(rank, world_size)
-            seed = seed or 0
+            if sampler is not None or batch_sampler is not None:
+                name = "sampler" if batch_sampler is None else "batch_sampler"
+                msg = f"{name}: expected None for a sharded loader, which makes its own"
+                raise ValueError(msg)
+            if isinstance(dataset, IterableDataset):
+                name = type(dataset).__name__
+                msg = f"dataset: {name} is iterable: it has no indices to share out among ranks"
+                raise TypeError(msg)
+            share, seed = find_share(rank, world_size), seed or 0
         is_seeded = shuffle and seed is not None and sampler is None and batch_sampler is None
         if is_seeded and not isinstance(dataset, IterableDataset):  # which torch refuses
             sampler, shuffle = SeededSampler(dataset, seed or 0), None
-        self._fastamp = Options(device, seed, share, worker, max_bytes)
+        on = None if device is None else torch.device(device)
+        self._fastamp = Options(on, seed, share, worker, max_bytes)
         super().__init__(
             dataset,
             batch_size,
@@ -215,19 +209,17 @@ class DataLoader(TorchDataLoader[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader as a small dict; may be called at any time.
 
-        A loader that loads it resumes after the last batch delivered; batches made ahead count as
-        undelivered. A state taken inside the loop is in the middle of the epoch. Once the pass's
-        iterator is gone, also by `break` or by an error in the loop's body, the epoch has ended: a
-        state taken then begins the next one, as the program itself goes on. (`next(iter(loader))`
-        is such a pass.) With neither `seed` nor `generator`, later epochs draw from torch's default
-        generator, whose state the program has to keep.
+        A loader that loads it resumes after the last batch delivered. A state taken inside the loop
+        is in the middle of the epoch. Once the pass's iterator is gone, also by `break` or by an
+        error in the loop's body, the epoch has ended, and a state taken then begins the next one.
+        (`next(iter(loader))` is such a pass.) With neither `seed` nor `generator`, later epochs
+        draw from torch's default generator, whose state the program has to keep.
 
         The state of a sharded loader holds for all ranks, and any number of ranks may load it, with
-        any batch size: it says how many samples of the epoch all of them have had, if each has had
-        as many batches as this one.
+        any batch size, if each has had as many batches as this one.
 
-        A dataset with `state_dict` and `load_state_dict` is asked when this method is called. An
-        iterable dataset without them, and a sampler, are read again up to the position.
+        A dataset with `state_dict` and `load_state_dict` is asked now. An iterable dataset without
+        them, and a sampler, are read again up to the position.
 
         Raises:
             TypeError: workers read an iterable dataset, or one with a state; the dataset is a pipe
@@ -302,6 +294,16 @@ class DataLoader(TorchDataLoader[T_co]):
 
 
 _GET_ITERATOR = DataLoader._get_iterator
+
+
+def _check_worker(worker: str | None, of_processes: list[str]) -> None:
+    """Raise an error for an unknown kind of workers, and for arguments that threads do not take."""
+    if worker not in (None, "process", "thread"):
+        msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
+        raise ValueError(msg)
+    if worker == "thread" and of_processes:
+        msg = f"{of_processes[0]}: expected none with worker='thread', which only processes take"
+        raise ValueError(msg)
 
 
 def find_share_of(loader: Any) -> Share | None:

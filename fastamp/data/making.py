@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp.data.arrays import Columns
@@ -41,9 +42,10 @@ from fastamp.data.runners import (
     own_copy,
 )
 from fastamp.data.sample_rng import Order, draw_seed, drawing, find_pass_key, generators_kept
-from fastamp.data.sources import Gathered, find_columns, why_not
+from fastamp.data.sources import Gathered, find_columns
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
+_TORCHS_FUNCTIONS = {**torch_collate.default_collate_fn_map}
 _OPTIONS = (
     "in_order",
     "multiprocessing_context",
@@ -64,7 +66,7 @@ def no_pass() -> None:
 class Options:
     """A loader's options beyond torch's, its place, and what lives longer than a pass."""
 
-    device: torch.device | str | int | None
+    device: torch.device | None
     seed: int | None
     share: Share | None
     worker: str | None
@@ -102,7 +104,7 @@ def find_batches(loader: Any) -> Any:
     return loader.batch_sampler
 
 
-def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPass:
+def begin_pass(loader: Any, device: torch.device | None) -> LoaderPass:
     """Begin a pass over a fastamp.DataLoader."""
     own, sampler = loader._fastamp, loader.sampler
     if isinstance(sampler, SeededSampler) and sampler.told is not None:
@@ -120,12 +122,10 @@ def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPa
 class Making:
     """Chooses what makes the batches of a pass, and who."""
 
-    def __init__(
-        self, loader: Any, position: Position, device: torch.device | str | int | None
-    ) -> None:
+    def __init__(self, loader: Any, position: Position, device: torch.device | None) -> None:
         self.loader, self.own, self.position = loader, loader._fastamp, position
-        self.device = None if device is None else torch.device(device)
-        self.single, seed = not loader._auto_collation, self.own.seed
+        self.device, self.single = device, not loader._auto_collation
+        seed = self.own.seed
         if seed is None and isinstance(loader.sampler, SeededSampler):
             seed = loader.sampler.seed  # the loader was made anew of another one's attributes
         self.plan = Plan(
@@ -310,14 +310,22 @@ def is_same(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and other.index in (None, one.index)
 
 
-def find_way(loader: Any) -> Columns | str:
+def find_way(loader: Any) -> Columns | str:  # noqa: PLR0911 - one for each reason
     """Return the columns that a loader gathers, or why it reads its dataset item by item."""
     if is_replaced():
         return "torch's iterators are replaced"
     if loader.num_workers and loader.worker_init_fn is not None:
         return "worker_init_fn is given"
-    reason = why_not(loader.collate_fn, single=not loader._auto_collation)
-    return reason or find_columns(loader.dataset, loader._fastamp.max_bytes)
+    if not loader._auto_collation:
+        return "the loader makes no batches"
+    collate_fn = loader.collate_fn
+    if type(collate_fn) is BatchCollator and collate_fn.pad is not None:
+        return "collate_fn pads"
+    if type(collate_fn) is not BatchCollator and collate_fn is not default_collate:
+        return "collate_fn is the user's"
+    if torch_collate.default_collate_fn_map != _TORCHS_FUNCTIONS:
+        return "default_collate_fn_map has functions of the user's"
+    return find_columns(loader.dataset, loader._fastamp.max_bytes)
 
 
 def describe(loader: Any) -> str:

@@ -41,7 +41,8 @@ class Memory:
     def __init__(self, *, pinned: bool = False, max_bytes: int = 1 << 30) -> None:
         """Keep buffers of at most `max_bytes` for the next batches."""
         self.pinned, self._max_bytes = pinned, max_bytes
-        self._free: deque[_Lease] = deque(maxlen=_MOST_FREE)
+        self.free: deque[_Lease] = deque(maxlen=_MOST_FREE)
+        """Buffers that wait for the next batch."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised, contiguous tensor on the CPU."""
@@ -58,11 +59,6 @@ class Memory:
         empty: Any = torch.empty(0, dtype=dtype, device=_CPU)
         return empty.set_(storage, 0, shape)  # type: ignore[no-any-return]
 
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes of the buffers that wait for the next batch."""
-        return sum(lease.memory.nbytes for lease in tuple(self._free))
-
     def _lease(self, nbytes: int) -> torch.UntypedStorage:
         """Return the memory of a buffer, which comes back when nothing refers to it."""
         memory = self._take_free(nbytes)
@@ -70,7 +66,7 @@ class Memory:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
         # torch keeps the buffer's owner alive as long as the storage.
         owner: Any = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
-        owner.lease = lease = _Lease(owner, self._free.append)
+        owner.lease = lease = _Lease(owner, self.free.append)
         lease.memory = memory
         return torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
 
@@ -78,14 +74,14 @@ class Memory:
         """Return a free buffer of this size or somewhat more; drop those that take too much."""
         taken, held = None, 0
         try:  # another thread may take one meanwhile: each call is atomic
-            for _ in range(len(self._free)):
-                lease = self._free.pop()  # the last one, which may still be in the caches
+            for _ in range(len(self.free)):
+                lease = self.free.pop()  # the last one, which may still be in the caches
                 size = lease.memory.nbytes
                 if taken is None and nbytes <= size <= nbytes + nbytes // 2:
                     taken = lease.memory
                 elif held + size <= self._max_bytes:
                     held += size
-                    self._free.appendleft(lease)
+                    self.free.appendleft(lease)
         except IndexError:
             pass
         return taken

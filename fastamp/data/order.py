@@ -22,6 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fastamp.data.checks import as_integer
 from fastamp.data.position import Position
 from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_kept
 
@@ -75,6 +76,8 @@ class Share(NamedTuple):
 
 def find_share(rank: int | None, world_size: int | None) -> Share:
     """Return this rank's share: the one given, torch.distributed's, or all."""
+    rank = as_integer("rank", rank, least=0)
+    world_size = as_integer("world_size", world_size, least=1)
     if (rank is None) != (world_size is None):
         missing, given = ("rank", "world_size") if rank is None else ("world_size", "rank")
         msg = f"{missing}: expected together with {given}, got None"
@@ -120,11 +123,9 @@ class Plan(NamedTuple):
     sampler: Any
     """What yields batches of indices, or single ones where the loader does not batch."""
     single: bool
-    """Whether the sampler yields single indices."""
     seed: int | None
     """Of the order; None draws one for each pass."""
     share: Share | None
-    """This rank's; None loads all."""
     source: torch.Generator | None
     """What the sampler or the loader draws from; None for torch's default generator."""
 
@@ -137,9 +138,7 @@ class Plan(NamedTuple):
         size, drop_last, rows = 1, False, self.sampler
         if not self.single and type(rows) is BatchSampler:
             size, drop_last, rows = rows.batch_size, rows.drop_last, rows.sampler
-        elif not self.single:
-            return self._read(position, draw_base)
-        if not _is_computed(rows):
+        if not _is_computed(rows) or (rows is self.sampler and not self.single):
             return self._read(position, draw_base)
         draw_base(position.sample_seed is not None)
         order = self._compute(rows, position)

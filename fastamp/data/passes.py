@@ -63,12 +63,10 @@ class LoaderStats:
     def verdict(self) -> str:
         """In a few words: "compute-bound", or "starved 18 %: getitem", the share and its cause.
 
-        "compute-bound": the loop waits for less than 5 % of its time. With thread workers it is not
-        said: the loop's own Python waits for the GIL while theirs holds it, and that is no waiting
-        for a batch; the verdict then gives their processor time. Otherwise the cause is the
-        largest of the times above, "getitem", "collate" or "copy". It is named only if it is at
-        least three quarters of the waiting, and so explains it; else: "starved 18 %". Before the
-        first batch: "nothing measured yet".
+        "compute-bound": the loop waits for less than 5 % of its time. Not said of thread workers,
+        for whose GIL the loop's own Python may wait: it gives their processor time. The cause is
+        the largest of the times above, "getitem", "collate" or "copy", and named if it is at least
+        three quarters of the waiting. Before the first batch: "nothing measured yet".
         """
         if not self.batches:
             return "nothing measured yet"

@@ -1,6 +1,5 @@
 """Who makes the batches of a pass: the loop's thread, other threads, or torch's processes."""
 
-import _thread
 import contextlib
 import copy
 import ctypes
@@ -58,32 +57,32 @@ def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made | Failed]:
 
 
 class Threads:
-    """Threads that make batches in turn. They end with this object, or when `end` is called.
+    """Threads that make batches in turn, and end with this object.
 
     Ctrl-C interrupts the loop's thread anywhere. Between taking a lock of Python's `threading` and
     the block that gives it back, the lock stays taken, and the threads of `concurrent.futures` wait
-    for it forever. So this thread only uses queues, which are written in C.
+    for it forever. So a pass that goes on only uses queues, which are written in C.
     """
 
     def __init__(self, count: int, name: str, begin: Callable[[int], object] = int) -> None:
         """Start the threads. Each calls `begin` with its number, one after the other."""
         queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
         threads = [
-            threading.Thread(target=_serve, args=(queue,), name=f"{name}_{n}", daemon=True)
+            threading.Thread(
+                target=_serve,
+                args=(queue, weakref.ref(self, queue.put)),
+                name=f"{name}_{n}",
+                daemon=True,
+            )
             for n, queue in enumerate(queues)
         ]
         self._turns = cycle(queues)
-        self.end = weakref.finalize(self, _end, queues, threads)
-        try:
-            for number, thread in enumerate(threads):
-                begun = self.submit(begin, (number,))
-                start_apart(thread, begun)
-                found = begun.get()
-                if type(found) is Failed:
-                    reraise(found.error)
-        except BaseException:
-            self.end()
-            raise
+        weakref.finalize(self, _end, queues, threads)
+        for number, thread in enumerate(threads):
+            thread.start()
+            begun = [self.submit(begin, (number,)).get()]
+            if type(begun[0]) is Failed:
+                reraise(begun.pop().error)  # which no frame holds
 
     def submit(self, make: Any, job: Any) -> "SimpleQueue[Any]":
         """Let the next thread make a batch; return the queue that it will be in."""
@@ -92,21 +91,9 @@ class Threads:
         return reply
 
 
-def start_apart(thread: threading.Thread, reply: "SimpleQueue[Any]") -> None:
-    """Start a thread in another one: `Thread.start` takes locks. If it does not start, reply so."""
-
-    def start() -> None:
-        try:
-            thread.start()
-        except RuntimeError as error:
-            reply.put(Failed(error))
-
-    _thread.start_new_thread(start, ())
-
-
-def _serve(queue: "SimpleQueue[Any]") -> None:
-    """Make batches until None comes."""
-    while (job := queue.get()) is not None:
+def _serve(queue: "SimpleQueue[Any]", _owner: Any) -> None:
+    """Make batches until `_end` puts None; if Ctrl-C interrupts it, until the dead reference."""
+    while type(job := queue.get()) is tuple:
         reply, make, arguments = job
         try:
             reply.put(make(*arguments))
@@ -176,10 +163,9 @@ def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:
     Datasets in its attributes, as in Subset and ConcatDataset, are copied in the same way.
     """
     known = {} if known is None else known
-    if id(dataset) in known:
-        return known[id(dataset)]
-    if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor | type | ModuleType):
-        return dataset
+    is_plain = not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor | ModuleType)
+    if id(dataset) in known or is_plain or isinstance(dataset, type):
+        return known.get(id(dataset), dataset)
     try:
         made = known[id(dataset)] = copy.copy(dataset)
     except TypeError:  # it cannot be copied
@@ -187,9 +173,6 @@ def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:
     for name, value in vars(made).items():
         if isinstance(value, Dataset):
             vars(made)[name] = own_copy(value, known)
-        elif type(value) in (list, tuple) and any(isinstance(each, Dataset) for each in value):
-            copies = [
-                own_copy(each, known) if isinstance(each, Dataset) else each for each in value
-            ]
-            vars(made)[name] = type(value)(copies)
+        elif type(value) in (list, tuple) and isinstance(next(iter(value), None), Dataset):
+            vars(made)[name] = type(value)(own_copy(each, known) for each in value)
     return made

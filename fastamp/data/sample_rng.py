@@ -142,15 +142,13 @@ def sample_rng() -> SampleRng:
     """Return the random generators of the sample that is being made: `.torch`, `.numpy`, `.python`.
 
     For a dataset's `__getitem__`: the draws depend on the loader's `seed`, the epoch and the
-    sample's place in the epoch, over all ranks. They do not depend on the kind of workers and their
-    number, or on where a pass was stopped and resumed. A sample that comes twice in an epoch gets
-    two different draws. All calls for one sample return the same generators, which continue.
+    sample's place in the epoch, over all ranks; not on workers, or on where a pass was resumed. All
+    calls for one sample return the same generators, which continue.
 
     `__getitems__` has one set of generators for each batch, and a `collate_fn` another one. An
     iterable dataset has one for each batch, shared with the `collate_fn`. Outside of a
     `fastamp.DataLoader`, and where workers read an iterable dataset, each call returns new ones,
-    seeded from torch's default generator, which torch seeds in each worker. Draws from the global
-    generators of torch, NumPy or Python are not repeatable if threads make the samples.
+    seeded from torch's default generator.
 
     Example:
         >>> class Noise(torch.utils.data.Dataset):

@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
-from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from fastamp._ops import core_for
 from fastamp.data.arrays import Columns, columns_of, in_row_order
-from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset
 from fastamp.data.items import Items, Made
 from fastamp.data.memory import LEASED_NBYTES, Memory
@@ -26,7 +24,6 @@ from fastamp.data.sample_rng import Order
 from fastamp.data.tables import columns_of_table, is_table
 from fastamp.data.tokens import TokenDataset
 
-_TORCHS = {**torch_collate.default_collate_fn_map}
 _OURS = (ArrayDataset, TokenDataset)
 _CPU = torch.device("cpu")
 # From this size on batches evict each other from the caches: the core writes them past these.
@@ -78,20 +75,6 @@ class Source(Dataset[Any]):
         return tree_map(lambda array: array[index], self.columns())
 
 
-def why_not(collate_fn: Any, *, single: bool) -> str:
-    """Return why a loader cannot gather any dataset; an empty string if it can."""
-    if single:
-        return "the loader makes no batches"
-    if type(collate_fn) is BatchCollator:
-        if collate_fn.pad is not None:
-            return "collate_fn pads"
-    elif collate_fn is not default_collate:
-        return "collate_fn is the user's"
-    if torch_collate.default_collate_fn_map != _TORCHS:
-        return "default_collate_fn_map has functions of the user's"
-    return ""
-
-
 def find_columns(  # noqa: PLR0911 - one for each kind
     dataset: Any, max_bytes: int = 1 << 30
 ) -> Columns | str:
@@ -135,15 +118,14 @@ def _select(columns: Columns, subset: Any) -> Columns | str:
     if known is None or known[0] is not indices or known[1] != some:
         known = _rows_of[subset] = indices, some, as_rows(indices)
     rows, length = known[2], len(subset.dataset)
-    if rows is None or not _are_within(rows, length):
+    if rows is None or not _are_within(rows, -length, length):
         return "the indices of the Subset are not all rows of its dataset"
     rows = torch.where(rows < 0, rows + length, rows)
     return replace(columns, rows=rows if columns.rows is None else columns.rows[rows])
 
 
-def _are_within(rows: Tensor, length: int) -> bool:
-    """Say whether rows, which may count from the end, exist."""
-    return not len(rows) or (int(rows.min()) >= -length and int(rows.max()) < length)
+def _are_within(rows: Tensor, first: int, end: int) -> bool:
+    return not len(rows) or (int(rows.min()) >= first and int(rows.max()) < end)
 
 
 class _Part:
@@ -175,54 +157,30 @@ class Gathered:
 
     def make(self, rows: Any, order: Order, number: int, start: Start | None = None) -> Made:
         """Return the batch of some rows; with `start`, the batch as that returns it."""
-        start_s = time.perf_counter()
-        gathered = self.gather(rows, order, number)
-        if gathered is None:
-            made = self._items.make(rows, order, number)
-            return made if start is None else made._replace(batch=start(made.batch, None))
-        parts, keys = gathered
-        if start is None:
-            batch = self._finish(parts, keys)
-        else:
-            batch = start(parts, partial(self._finish, keys=keys))
-        return Made(batch, copy_s=time.perf_counter() - start_s)
-
-    def gather(
-        self, rows: Any, order: Order, number: int
-    ) -> tuple[list[Tensor], Tensor | None] | None:
-        """Return a batch's tensors and the keys of its samples; None if `items` have to make it."""
-        columns = self._columns
+        start_s, columns = time.perf_counter(), self._columns
         if type(rows) is not Tensor:
-            found = as_rows(rows)
-            if found is None or not self._have(found):
-                return None
+            found, length = as_rows(rows), len(self._items.dataset)
+            if found is None or not _are_within(found, 0, length):
+                made = self._items.make(rows, order, number)
+                return made if start is None else made._replace(batch=start(made.batch, None))
             rows = found
         keys = order.find_keys(number, rows.shape[0]) if self._keyed else None
         if columns.starts is not None and keys is not None:
             rows = columns.starts(keys)
         elif columns.rows is not None:
             rows = columns.rows.index_select(0, rows)
-        if self.device != _CPU:
-            return self._take_on_device(rows), keys
         parts, count = [], rows.shape[0]
-        for part in self._parts:
+        for part in self._parts if self.device == _CPU else ():
             if part.widened or count >= self._leased_from:
                 parts.append(self._take(part, rows, count))
             else:
                 taken = part.array.index_select(0, rows)
                 parts.append(taken if taken.dtype is part.own else taken.view(part.own))
-        return parts, keys
-
-    def _finish(self, parts: list[Tensor], keys: Tensor | None) -> Any:
-        """Return the batch of its tensors, on whatever device they are now."""
-        if self._columns.then is not None and keys is not None:
-            parts = self._columns.then(parts, keys)
-        return self._columns.build(parts)
-
-    def _have(self, rows: Tensor) -> bool:
-        """Say whether the rows of a sampler exist. Those that count from the end go to `items`."""
-        length = len(self._items.dataset)
-        return not len(rows) or (int(rows.min()) >= 0 and int(rows.max()) < length)
+        if self.device != _CPU:
+            parts = self._take_on_device(rows)
+        finish = partial(_finish, columns, keys)
+        batch = finish(parts) if start is None else start(parts, finish)
+        return Made(batch, copy_s=time.perf_counter() - start_s)
 
     def _take_on_device(self, rows: Tensor) -> list[Tensor]:
         """Gather on the current stream of the columns' device; nothing waits for the rows."""
@@ -250,3 +208,10 @@ class Gathered:
         else:
             torch.index_select(array, 0, rows, out=out.view(array.dtype))
         return out
+
+
+def _finish(columns: Columns, keys: Tensor | None, parts: list[Tensor]) -> Any:
+    """Return the batch of its tensors, on whatever device they are now."""
+    if columns.then is not None and keys is not None:
+        parts = columns.then(parts, keys)
+    return columns.build(parts)

@@ -26,16 +26,14 @@ _NAMES = "uint8, uint16, uint32, int32 or int64"
 class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a flat sequence of tokens, for a language model.
 
-    Window i is `x = tokens[i * block_size : (i + 1) * block_size]` and `y`, the same shifted by
-    one: the next token for each of x. Windows do not overlap, so an epoch reads every token once,
-    up to a last piece that is too short.
+    Item i is `x = tokens[i * block_size : (i + 1) * block_size]` and `y`, the same shifted by one,
+    as int64. Windows do not overlap; a last piece that is too short is left out.
 
     Args:
         path_or_array: a file of raw tokens or a `.npy` file, which is mapped, not read; or a
-            one-dimensional array or tensor on the CPU, which is shared, not copied, unless it has
-            strides. A list of these is one sequence: a window may begin in one and end in the next,
-            and a loader reads it window by window, with workers if they are given. Each file stays
-            open; other processes open it again by its path.
+            one-dimensional array or tensor on the CPU, which is shared unless it has strides. A
+            list of these is one sequence, which a loader reads window by window, with workers if
+            they are given. Other processes open files again by their paths.
         block_size: tokens in a window.
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
@@ -43,8 +41,6 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         random_offsets: let each window begin anywhere, at a place that is drawn for each sample, as
             `fastamp.sample_rng` does: anew in each epoch, and the same in a pass that is resumed,
             with any number of workers. An epoch has as many windows as without.
-
-    Items are pairs of int64 tensors of shape (block_size,), batches of shape (batch, block_size).
 
     Raises:
         OSError: the file cannot be read.

@@ -183,8 +183,6 @@ OPTIONS = {
     "a sampler of arrays": lambda: {"sampler": np.arange(50), "batch_size": 4},
     "a sampler of tensors": lambda: {"sampler": [*torch.arange(50)], "batch_size": 4},
     "replacement": lambda: replacing(100),
-    "replacement, many": lambda: replacing(N * 2 + 5),
-    "num_samples > n": lambda: {"batch_size": 64, "sampler": RandomSampler(Y, num_samples=1500)},
     "num_samples = 2 n": lambda: {
         "batch_size": 64,
         "sampler": RandomSampler(Y, num_samples=2 * N, generator=generator(2)),

@@ -7,12 +7,13 @@ import sys
 import threading
 import time
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.loading import Rows, Squares, assert_same, ends, make_array
 from support.streams import Stream
-from torch.utils.data import BatchSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, SequentialSampler, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
@@ -118,6 +119,12 @@ def test_a_sampler_that_raises_does_so_at_its_batch(count, dataset, backend):
         assert (type(error), str(error)) == (type(expected), str(expected))
 
 
+@pytest.mark.parametrize("dataset", [X, Squares()], ids=["arrays", "python"])
+def test_a_sampler_of_indices_in_the_place_of_batches_is_an_error_as_in_torch(dataset):
+    with pytest.raises(TypeError, match="not iterable"):
+        next(iter(fastamp.DataLoader(dataset, batch_sampler=SequentialSampler(dataset))))
+
+
 @pytest.mark.parametrize("indices", [[0.5], ["a"], []], ids=["float", "string", "empty"])
 def test_indices_that_torch_refuses_are_refused(indices, backend):
     expected, _ = drain(TorchDataLoader(X, batch_sampler=[[1, 2], indices]))
@@ -192,6 +199,30 @@ def test_a_pass_that_ctrl_c_interrupts_says_so_and_the_state_stays(kind, device,
     loader.load_state_dict(state)
     plain = fastamp.DataLoader(dataset, 4, device=device)
     assert_same(before + list(loader), list(plain))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_ctrl_c_between_a_batch_and_its_delivery_leaves_the_position(at, monkeypatch):
+    """At the clock before the batch, after it, and in the next call."""
+    loader, calls = fastamp.DataLoader(X[:32], 4), []
+    iterator = iter(loader)
+    next(iterator)
+
+    def clock():
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return 0.0
+
+    monkeypatch.setattr("fastamp.data.passes.time", SimpleNamespace(perf_counter=clock))
+    before = [0]
+    with pytest.raises(KeyboardInterrupt):
+        before.extend(iterator)
+    monkeypatch.undo()
+    state = loader.state_dict()
+    assert state["batch"] == len(before)
+    loader.load_state_dict(state)
+    assert len([*before, *loader]) == 8
 
 
 class InterruptedStream(Stream):

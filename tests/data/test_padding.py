@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
-import pickle
 import re
 
 import numpy as np
@@ -167,25 +165,6 @@ def test_bad_options_are_refused():
     for multiple in (0, -8, 1.5, None, 2**63):
         with pytest.raises(ValueError, match=f"pad_multiple: expected an integer.*got {multiple}"):
             fastamp.BatchCollator(pad=0, pad_multiple=multiple)
-
-
-class Named(fastamp.BatchCollator):
-    def __init__(self, name):
-        super().__init__({"ids": 3}, pad_multiple=2)
-        self.name = name
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))]
-)
-def test_a_copy_of_a_subclass_keeps_its_attributes(copied):
-    collate = Named("text")
-    collate([{"ids": [1]}])
-    made = copied(collate)
-    assert type(made) is Named
-    assert made.name == "text"
-    assert made([{"ids": [1]}])["ids"].tolist() == [[1, 3]]
-    assert made is not collate
 
 
 def test_what_padding_does_not_help_is_told_as_torch_tells_it(backend):

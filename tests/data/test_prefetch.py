@@ -144,16 +144,6 @@ def test_the_thread_ends_with_its_pass(consume):
     assert len(ended) == 1 or (consume is never_begin and not ended)  # the generator, too
 
 
-def test_a_pass_that_is_dropped_while_an_error_is_handled_ends_its_thread():
-    def consume():
-        for _ in fastamp.prefetch(counted([]), thread=True):
-            msg = "in the loop"
-            raise LookupError(msg)
-
-    with pytest.raises(LookupError):
-        consume()
-
-
 def test_batches_are_not_held_once_delivered():
     class Batch:
         pass

@@ -10,10 +10,10 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from support.loading import Rows, Squares, assert_same, make_array
+from support.loading import Squares, assert_same, make_array
 from support.resumable import EPOCHS, VARIANTS, make_loader, run
 from support.thread_workers import fail
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, RandomSampler
 
 import fastamp
 from fastamp.data.making import Making
@@ -149,16 +149,13 @@ def test_a_pass_that_cannot_begin_leaves_the_loaded_position(error, monkeypatch)
 
 
 def test_numbers_of_numpy_are_taken_as_epochs_and_ranks():
-    def make(integer):
-        dataset = Rows(8, lambda index: index + fastamp.sample_rng().python.random())
+    def state(integer):
         ranks = {"rank": integer(0), "world_size": integer(2)}
-        loader = fastamp.DataLoader(dataset, 2, shuffle=True, seed=integer(1), **ranks)
+        loader = fastamp.DataLoader(X, 2, shuffle=True, seed=integer(1), **ranks)
         loader.set_epoch(integer(3))
-        return loader, next(iter(loader))
+        return json.dumps(loader.state_dict())
 
-    (loader, batch), (expected_loader, expected) = make(np.int64), make(int)
-    assert_same(batch, expected)
-    assert json.dumps(loader.state_dict()) == json.dumps(expected_loader.state_dict())
+    assert state(np.int64) == state(int)
 
 
 def test_set_epoch_of_the_loaded_epoch_keeps_the_position(backend):
@@ -220,20 +217,6 @@ def test_a_dataset_without_a_length_is_saved():
     resumed = fastamp.DataLoader(NoLength(), 2, sampler=range(8))
     resumed.load_state_dict(loader.state_dict())
     assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5], [6, 7]]
-
-
-def test_a_loop_that_fails_keeps_its_place_while_the_pass_is_held():
-    loader = fastamp.DataLoader(TensorDataset(X), 4, seed=0)
-    batches = iter(loader)
-
-    def train():
-        for number, _ in enumerate(batches, 1):
-            1 / (3 - number)
-
-    with pytest.raises(ZeroDivisionError):
-        train()
-    state = loader.state_dict()
-    assert (state["epoch"], state["batch"]) == (0, 3)
 
 
 def test_a_stream_without_a_state_may_be_resumed_again_and_again():

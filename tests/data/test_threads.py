@@ -122,9 +122,9 @@ def test_what_threads_cannot_do_is_refused():
             fastamp.DataLoader(Squares(3), worker=worker)
     of_processes = {"multiprocessing_context": "fork", "in_order": False, "timeout": 3}
     for name, value in {**of_processes, "persistent_workers": True}.items():
-        with pytest.raises(ValueError, match=f"{name}: expected .* with worker='thread', got"):
+        with pytest.raises(ValueError, match=f"{name}: expected none with worker='thread'"):
             in_threads(Squares(3), **{name: value})
-    with pytest.raises(TypeError, match="worker='thread': Stream is iterable, and threads call"):
+    with pytest.raises(ValueError, match="iterable dataset: expected"):
         in_threads(Stream(range(3)))
 
 
@@ -145,7 +145,7 @@ def test_passes_that_end_in_any_way_leave_nothing():
     check("from support import thread_trials as t; found = t.main(120, 1); assert not found, found")
 
 
-def test_the_loops_thread_takes_no_lock_that_ctrl_c_could_leave_taken():
+def test_a_pass_that_goes_on_takes_no_lock_that_ctrl_c_could_leave_taken():
     """Ctrl-C between `Condition.__enter__` and its block leaves a lock taken for ever."""
     names = []
 
@@ -153,10 +153,10 @@ def test_the_loops_thread_takes_no_lock_that_ctrl_c_could_leave_taken():
         if event == "call" and frame.f_code.co_filename == threading.__file__:
             names.append(frame.f_code.co_name)
 
-    loader = fastamp.DataLoader([*range(8)], 2, num_workers=2, worker="thread")
+    batches = iter(fastamp.DataLoader([*range(8)], 2, num_workers=2, worker="thread"))
     sys.setprofile(note)
     try:
-        assert len([*loader]) == 4
+        assert len([*batches]) == 4
     finally:
         sys.setprofile(None)
     assert "join" in names

@@ -130,18 +130,11 @@ def test_windows_at_random_offsets_are_those_of_their_places(lengths, tmp_path):
             assert_same(found, random_windows(tokens, 16, 7, epoch, places))
 
 
-def test_offsets_are_uniform_up_to_the_last_window():
-    tokens = np.arange(72)
-    dataset = fastamp.TokenDataset(tokens, 8, random_offsets=True)
-    torch.manual_seed(0)
+def test_offsets_reach_the_last_window_and_an_item_alone_draws_by_torchs_seed():
+    dataset = fastamp.TokenDataset(np.arange(72), 8, random_offsets=True)
     loader = fastamp.DataLoader(dataset, 8, seed=0)
-    in_passes = torch.cat([x[:, 0] for _ in range(800) for x, _ in loader])
-    alone = torch.stack([dataset[i % 8][0][0] for i in range(6400)])
-    for starts in (in_passes, alone):
-        counts = torch.bincount(starts, minlength=64).double()
-        assert len(counts) == 64
-        chi_square = float(((counts - 100) ** 2 / 100).sum())
-        assert 23.1 < chi_square < 131.4  # 63 degrees of freedom: one in a million on each side
+    starts = torch.cat([x[:, 0] for _ in range(100) for x, _ in loader])
+    assert sorted({*starts.tolist()}) == [*range(64)]
     torch.manual_seed(3)
     first = [dataset[0], dataset[0]]
     torch.manual_seed(3)
@@ -185,19 +178,15 @@ def test_tokens_that_do_not_fit_are_refused_by_name(tmp_path):
     for sources, options, message in (
         (raw, {}, "t.bin has 9 bytes: expected 0 of a header and a multiple of 2 of"),
         (raw, {"header": 10}, "t.bin has 9 bytes: expected 10 of a header"),
-        (raw, {"header": 9}, "0 tokens are too few"),
         (saved, {"header": 4}, r"header=4: expected 0, since path_or_array\[0\] is no file of raw"),
         ([raw, tokens], {"header": 1}, r"header=1: expected 0, since path_or_array\[1\]"),
         ([tokens, np.zeros((3, 3), "u2")], {}, r"array\[1\]: expected one dimension .* \(3, 3\)"),
-        ([tokens, np.zeros(9, "f4")], {}, r"path_or_array\[1\]: expected .* of float32"),
         ([tokens, np.zeros(9, "u4")], {}, r"\[1\]: expected one dimension of uint16 .* of uint32"),
         ([tokens, saved], {"dtype": "i4"}, r"\[0\]: expected one dimension of int32 .* of uint16"),
         (tokens.astype("f4"), {}, "expected one dimension of uint8, uint16, .* of float32"),
         (tokens.astype(">u2"), {}, "in this machine's byte order, got .* of >u2"),
         (torch.zeros(9, device="meta"), {}, "meta"),
         ([tokens[:1], tokens[:1]], {}, "block_size=2: 2 tokens are too few for one window"),
-        ([], {}, "0 tokens are too few"),
-        (raw, {"dtype": "f4", "header": 1}, "expected one dimension of uint8"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             fastamp.TokenDataset(sources, 2, **options)
