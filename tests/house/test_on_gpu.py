@@ -201,69 +201,45 @@ def test_a_call_leaves_out_what_it_has_no_time_or_tool_for_and_says_so(machine):
 
 # The programs that it runs
 
-STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
-TESTS = f"""
-import pathlib, signal, time, warnings
+TESTS = """
+import time, warnings
 import pytest
 pytestmark = pytest.mark.cuda
 def test_first(): warnings.warn("another package's")
 def test_wrong(): assert [1] == [2]
-def test_endless():
-    {STUBBORN}
-    pathlib.Path(__file__ + ".begun").touch()
-    time.sleep(60)
+def test_endless(): time.sleep(60)
 def test_last(): pass
-@pytest.mark.skip(reason="no such thing")
-def test_skipped(): pass
 """
-
 ILLEGAL = ("an illegal memory access",)
 
 
-def run_tests(*words, until=()):
-    """Run gpu_tests.py, to its end or until these files are there; return its status and lines."""
+def run_tests(*words):
+    """Run gpu_tests.py; return its status and lines."""
     command = [sys.executable, SCRIPTS / "gpu_tests.py", *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, **pipes)
-    if until:
-        wait_until(process, lambda: all(file.exists() for file in until))
-        process.terminate()
-    out, log = process.communicate(timeout=60)
-    return process.returncode, [json.loads(line) for line in out.splitlines()], log
-
-
-def test_a_file_that_is_stopped_leaves_a_line_for_each_test(tmp_path, script):
-    texts = [TESTS, TESTS.replace(STUBBORN, "pass")]
-    files = [tmp_path / "test_one.py", tmp_path / "test_two.py"]
-    for file, text in zip(files, texts, strict=True):
-        file.write_text(text)
-    begun = [file.with_name(f"{file.name}.begun") for file in files]
-    status, lines, log = run_tests("--patience", "5", *files, until=begun)
-    assert status == 1
-    ends = {Path(line["file"]).name: line["end"] for line in lines if "end" in line}
-    assert ends == {"test_one.py": "cut short", "test_two.py": "cut short"}
-    assert log.count("to show a full traceback on KeyboardInterrupt") == 1  # of the other one
-    text = "\n".join(json.dumps(line) for line in [{"part": "tests", "device": "D"}, *lines])
-    part = script("gpu_record").shorten(script("gpu_record").read(text)["tests"])
-    for file in files:
-        found = part["files"][str(file)]
-        assert (found["passed"], found["ran"]) == (1, ["test_first", "test_wrong"])
-        assert [each["test"] for each in found["failures"]] == ["test_wrong"]
-        assert "assert [1] == [2]" in found["failures"][0]["why"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: PLW1510
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
     ("text", "words", "status", "end"),
     [
-        (TESTS, ["--each", "0.1", "--patience", "0"], 1, "cut short"),
+        (TESTS, ["--each", "6", "--patience", "1"], 1, "cut short"),
         ("def test_other(): pass", [], 0, "no tests"),
         ("", ["--limit", "0"], 1, "left out: no time"),
     ],
 )
-def test_the_last_line_of_a_file_names_its_end(text, words, status, end, tmp_path):
+def test_each_test_leaves_a_line_and_the_last_one_names_the_end(
+    text, words, status, end, tmp_path, script
+):
     (tmp_path / "test_one.py").write_text(text)
-    found, lines, _ = run_tests(*words, str(tmp_path / "test_one.py"))
+    found, lines = run_tests(*words, str(tmp_path / "test_one.py"))
     assert (found, lines[-1]["end"]) == (status, end)
+    if text == TESTS:
+        text = "\n".join(json.dumps(line) for line in [{"part": "tests", "device": "D"}, *lines])
+        record = script("gpu_record")
+        [file] = record.shorten(record.read(text)["tests"])["files"].values()
+        assert (file["passed"], file["ran"]) == (1, ["test_first", "test_wrong"])
+        assert "assert [1] == [2]" in file["failures"][0]["why"]
 
 
 @pytest.fixture
