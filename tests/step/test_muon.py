@@ -66,11 +66,11 @@ def everything(parameters, optimizer):
     return [t.detach().clone() for t in [*parameters, *states]]
 
 
-def train(step, steps, device="cpu", *, max_norm=None, **options):
+def train(step, steps, device="cpu", **options):
     parameters, optimizer = make(device, **options)
     for i in steps:
         give(parameters, i)
-        step(optimizer, **({} if max_norm is None else {"max_norm": max_norm}))
+        step(optimizer)
     return everything(parameters, optimizer)
 
 
@@ -195,22 +195,11 @@ def test_a_gradient_of_zeros_or_nan_is_its_own_matrixs(bad, compiled, device):
     assert not any(p.isnan().any() for i, p in enumerate(found[own_step]) if i % len(SHAPES) != 1)
 
 
-def test_parameters_without_a_gradient_are_left_alone(compiled, device):
-    parameters, optimizer = make(device)
-    give(parameters, 0)
-    parameters[1].grad = None
-    before = parameters[1].detach().clone()
-    own_step(optimizer, max_norm=1.0)
-    assert same_bits([parameters[1]], [before])
-    assert parameters[1] not in optimizer.state
-    assert parameters[0] in optimizer.state
-
-
-def both(parameters, device, *, fused=None):
+def both(parameters):
     """Return a Muon of all parameters but the last two, and an AdamW of these."""
     return [
         torch.optim.Muon(parameters[:-2], lr=0.02),
-        torch.optim.AdamW(parameters[-2:], lr=1e-2, fused=fused),
+        torch.optim.AdamW(parameters[-2:], lr=1e-2),
     ]
 
 
@@ -220,7 +209,7 @@ def both(parameters, device, *, fused=None):
 def test_muon_and_adamw_are_one_step(max_norm, zero_grad, scaled, compiled, device):
     ours, _ = make(device)
     theirs, _ = make(device)
-    own, stock = both(ours, device), both(theirs, device)
+    own, stock = both(ours), both(theirs)
     scaler = fastamp.GradScaler(device, init_scale=2.0**16, enabled=scaled)
     for step in range(3):
         scaler.scale(torch.ones((), device=device))
@@ -241,31 +230,21 @@ def test_muon_and_adamw_are_one_step(max_norm, zero_grad, scaled, compiled, devi
     assert error(ours, theirs) < NEAR[device]
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("without", ["muon", "adamw", "both"])
-def test_an_optimizer_without_a_gradient_leaves_the_step_to_the_other(
-    without, scaled, compiled, device
-):
+@pytest.mark.parametrize(
+    "without", [slice(1, 2), slice(-2), slice(-2, None)], ids=["a matrix", "muon", "adamw"]
+)
+def test_what_has_no_gradient_is_left_alone(without, compiled, device):
     parameters, _ = make(device)
-    optimizers = both(parameters, device)
-    scaler = fastamp.GradScaler(device, enabled=scaled)
-    scaler.scale(torch.ones((), device=device))
+    optimizers = both(parameters)
     give(parameters, 0)
-    for p in {"muon": parameters[:-2], "adamw": parameters[-2:], "both": parameters}[without]:
+    for p in parameters[without]:
         p.grad = None
     before = [p.detach().clone() for p in parameters]
     schedules = [torch.optim.lr_scheduler.ConstantLR(each) for each in optimizers]
-    if without == "both" and scaled:
-        with pytest.raises(AssertionError, match="No inf checks"):
-            scaler.step(optimizers)
-        return
-    scaler.step(optimizers)
-    way = "torch's: no parameter has a gradient" if without == "both" else "native"
-    assert scaler.last_step.way == way
-    moved = [not same_bits([p], [old]) for p, old in zip(parameters, before, strict=True)]
-    matrices, others = moved[:-2], moved[-2:]
-    assert (all(matrices), any(matrices)) == (without == "adamw",) * 2
-    assert (all(others), any(others)) == (without == "muon",) * 2
+    assert fastamp.optimizer_step(optimizers, 1.0).way == "native"
+    for p, old in zip(parameters, before, strict=True):
+        assert same_bits([p], [old]) == (p.grad is None)
+    assert not any(p in each.state for p in parameters[without] for each in optimizers)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a schedule that steps before its optimizer
         for schedule in schedules:
@@ -293,10 +272,8 @@ def test_torchs_own_step_and_schedulers_may_come_between(by_state, as_tensor, co
                 groups = [{"params": group["params"]} for group in optimizer.param_groups]
                 optimizer = torch.optim.Muon(groups)
                 optimizer.load_state_dict(state)
-                last = schedule.state_dict()
-                schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-                schedule.load_state_dict(last)
-                optimizer.load_state_dict(state)
+                last_epoch = schedule.last_epoch
+                schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9, last_epoch)
         found.append(everything(parameters, optimizer))
     assert error(*found) < NEAR[device]
 
