@@ -149,24 +149,29 @@ def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
 
 
 @pytest.mark.parametrize(
-    ("call", "how"), [("first", "BREAKS"), ("first", "HANGS"), ("second", "BREAKS")]
+    ("call", "how", "which"),
+    [
+        ("first", "BREAKS", "gpu[_.]|distributed"),  # all but the builds
+        ("second", "BREAKS", "gpu[_.]|distributed"),
+        ("first", "HANGS", "gpu_tests|gpu_bits"),
+    ],
 )
-def test_every_part_that_fails_or_is_cut_short_leaves_its_lines(call, how, machine):
-    words = {how: "gpu[_.]|distributed", "PART_S": "1"}  # all but the builds
-    status, out = finish(start(machine, call, **words))
+def test_every_part_that_fails_or_is_cut_short_leaves_its_lines(call, how, which, machine):
+    status, out = finish(start(machine, call, **{how: which, "PART_S": "1"}))
     assert status == 1
     found = record_of(machine)["parts"]
-    built = {"build", "build-works"} if call == "first" else {"shipped", "shipped-works"}
-    assert {each for each, part in found.items() if part["status"] == "passed"} == built
-    said = "failed" if how == "BREAKS" else "cut short"
-    for name in found.keys() - built:
-        assert found[name]["status"] == said
+    wrong = {name for name, part in found.items() if part["status"] != "passed"}
+    if how == "BREAKS":
+        built = {"build", "build-works"} if call == "first" else {"shipped", "shipped-works"}
+        assert found.keys() - wrong == built
+    for name in wrong:
+        assert found[name]["status"] == ("failed" if how == "BREAKS" else "cut short")
         assert f"\n{name} " in out
         assert name.startswith("nccl") or found[name].keys() & {"rows", "cases", "files"}
     renamed = {"nccl": "nccl-ddp", "shipped": "shipped-bits"}
     assert {renamed.get(name, name) for name, its, *_ in parts() if its == call} <= found.keys()
     assert "the log of" in out  # the end of the log, of each part
-    if "tests" in found:
+    if "tests" in wrong:
         assert found["tests"]["files"]["tests/a.py"]["ran"] == ["test_one"]
 
 
@@ -202,28 +207,34 @@ def test_a_call_leaves_out_what_it_has_no_time_or_tool_for_and_says_so(machine):
 # The programs that it runs
 
 TESTS = """
-import time, warnings
+import pathlib, time, warnings
 import pytest
 pytestmark = pytest.mark.cuda
 def test_first(): warnings.warn("another package's")
 def test_wrong(): assert [1] == [2]
-def test_endless(): time.sleep(60)
+def test_endless():
+    pathlib.Path(__file__ + ".begun").touch()
+    time.sleep(60)
 def test_last(): pass
 """
 ILLEGAL = ("an illegal memory access",)
 
 
-def run_tests(*words):
-    """Run gpu_tests.py; return its status and lines."""
+def run_tests(*words, until=None):
+    """Run gpu_tests.py, to its end or until a file is there; return its status and lines."""
     command = [sys.executable, SCRIPTS / "gpu_tests.py", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: PLW1510
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    if until:
+        wait_until(process, until.exists)
+        process.terminate()
+    out = process.communicate(timeout=60)[0]
+    return process.returncode, [json.loads(line) for line in out.splitlines()]
 
 
 @pytest.mark.parametrize(
     ("text", "words", "status", "end"),
     [
-        (TESTS, ["--each", "6", "--patience", "1"], 1, "cut short"),
+        (TESTS, [], 1, "cut short"),
         ("def test_other(): pass", [], 0, "no tests"),
         ("", ["--limit", "0"], 1, "left out: no time"),
     ],
@@ -231,8 +242,10 @@ def run_tests(*words):
 def test_each_test_leaves_a_line_and_the_last_one_names_the_end(
     text, words, status, end, tmp_path, script
 ):
-    (tmp_path / "test_one.py").write_text(text)
-    found, lines = run_tests(*words, str(tmp_path / "test_one.py"))
+    file = tmp_path / "test_one.py"
+    file.write_text(text)
+    until = tmp_path / "test_one.py.begun" if text == TESTS else None
+    found, lines = run_tests(*words, str(file), until=until)
     assert (found, lines[-1]["end"]) == (status, end)
     if text == TESTS:
         text = "\n".join(json.dumps(line) for line in [{"part": "tests", "device": "D"}, *lines])
