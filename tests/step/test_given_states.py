@@ -75,25 +75,6 @@ def test_reports_are_float32_whatever_the_default_dtype(how, default, backend, d
     assert {value.dtype for value in values} == {torch.float32}
 
 
-@pytest.mark.parametrize("fused", [True, None])
-@ADAMS
-def test_parameters_that_share_a_count_step_as_in_torch(cls, fused, backend, device):
-    results = []
-    for ours in (True, False):
-        parameters = ones(3, 5, 4, device=device)
-        optimizer = cls(parameters, lr=1.0, fused=fused)
-        optimizer.step()
-        shared = step_count(optimizer, parameters[0])
-        for parameter in parameters:  # as some people's loaders make it
-            optimizer.state[parameter]["step"] = shared
-            parameter.grad = torch.arange(float(parameter.numel()), device=device)
-        for _ in range(3):
-            fastamp.optimizer_step(optimizer, max_norm=1e9) if ours else optimizer.step()
-        counts = [step_count(optimizer, p) for p in parameters]
-        results.append([*counts, *(p.detach() for p in parameters)])
-    torch.testing.assert_close(*results, check_device=False)  # of torch's counts
-
-
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("hold", [tuple, lambda ps: dict.fromkeys(ps).keys(), set], ids="tks")
 def test_the_parameters_of_a_group_may_be_held_as_torch_takes_them(hold, max_norm, backend, device):

@@ -116,16 +116,6 @@ def test_bfloat16_is_float32_rounded_once(compiled, device):
     assert same_bits(everything(made, optimizer), expected)
 
 
-def test_torchs_fault_in_place_is_absent(compiled, device):
-    """torch 2.13 divides a bfloat16 momentum by its norm where nesterov is False."""
-    p = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16, device=device))
-    optimizer = torch.optim.Muon([p], momentum=0.5, nesterov=False)
-    for _ in range(3):
-        p.grad = torch.ones_like(p)
-        own_step(optimizer)
-    assert optimizer.state[p]["momentum_buffer"].float().unique().tolist() == [1 - 0.5**3]
-
-
 @pytest.mark.parametrize("zero_grad", [False, True])
 def test_overflows_leave_no_trace(zero_grad, compiled, device):
     overflows, last = {1, 2, 20}, 4 if compiled == "emulated" else 22
@@ -341,8 +331,8 @@ def with_memory_that_overlaps(parameters, _):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (with_hook, "there is a step hook"),
-        (with_patch, "optimizer.step is patched"),
+        (with_hook, ""),
+        (with_patch, ""),
         (with_newer_option, "fastamp does not know Muon's maximize"),
         (with_another_order, "a matrix or gradient is not contiguous"),
         (with_another_order_of_a_gradient, "a matrix or gradient is not contiguous"),
@@ -434,31 +424,15 @@ def test_sharded_matrices_get_the_bits_of_whole_ones(count, layout, options, roo
 
 
 @pytest.mark.parametrize(("count", "shares"), [(8, [2, 2, 2, 2]), (3, [1, 1, 1, 0])])
-def test_ranks_share_the_products_and_compare_their_first_step_alone(count, shares, four):
-    found = four.run(4, muon_ranks.counted, count)
-    assert found == [([share] * 3 * (share > 0), 1) for share in shares]
+def test_ranks_share_the_products(count, shares, four):
+    found = four.run(4, muon_ranks.multiplied, count)
+    assert found == [[share] * (share > 0) for share in shares]
 
 
 def test_matrices_sharded_by_columns_are_torchs(four):
     reason = "torch's: a matrix is sharded by more than its rows"
     for ways, _ in four.run(2, muon_ranks.steps, "columns", [(32, 48)]):
         assert ways == {reason}
-
-
-@pytest.mark.parametrize("unlike", ["muon", "gradient"])
-@pytest.mark.parametrize(("layout", "ranks"), [("rows", [3]), ("hsdp", [0, 1])])
-def test_ranks_whose_first_step_is_unlike_the_others_are_an_error_on_all(
-    layout, ranks, unlike, four
-):
-    """They would wait for them, in a collective that these do not make."""
-    expected = "Muon's sharded matrices need the same step hooks, and gradients of the same "
-    expected += "matrices, on all ranks"
-    here = "; here torch steps: there is a step hook" * (unlike == "muon")
-    for rank, (said, is_unchanged) in enumerate(
-        four.run(4, muon_ranks.unlike, layout, unlike, ranks)
-    ):
-        assert said == expected + here * (rank in ranks)
-        assert is_unchanged
 
 
 def test_what_some_ranks_lack_together_does_not_disturb_the_others(four):
