@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import re
 import shlex
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.emulated import count_launches, emulated_table, use_emulated
+from support.emulated import emulated_table, use_emulated
 
 import fastamp
 from fastamp.step import native
@@ -263,14 +262,6 @@ def emulated():
     return lambda: use_emulated(table)
 
 
-def test_the_limits_of_launches_are_those_of_the_emulated_kernels(script, emulated):
-    parts = script("gpu_parts")
-    for tensors, groups, fused, most in parts.LAUNCHES:
-        with emulated():
-            step = parts.make_step(tensors, groups, fused, "cpu")
-            assert count_launches(step).kernels == most
-
-
 def test_the_emulated_kernels_have_the_bits_of_the_cpu_in_every_case(script, emulated):
     first, *lines = script("gpu_bits").run("cpu", small=not AT_LARGE, using=emulated)
     assert not [line for line in lines if not line["ok"]]
@@ -308,20 +299,3 @@ def test_a_wrong_bit_and_an_error_are_lines_and_the_next_case_runs(script, monke
     assert "1 of 140000 elements, from 0" in " ".join(lines["norm, bfloat16, aligned"]["wrong"])
     wrong = lines["norm, float16, misaligned"]["wrong"]
     assert wrong == [f"RuntimeError: {ILLEGAL[0]}"]
-
-
-def test_the_soak_runs_on_a_cpu_and_finds_a_wrong_batch(script, monkeypatch, capsys):
-    gpu_soak = script("gpu_soak")
-    monkeypatch.setattr(gpu_soak, "PASSES", 2)
-    monkeypatch.setattr(gpu_soak, "SLACK", dict.fromkeys(gpu_soak.SLACK, math.inf))
-    words = ["--device", "cpu", "--batches", "9", "--minutes", "0", "--rows", "256"]
-    assert gpu_soak.main(words) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert sum(line["ok"] for line in lines if "case" in line) == 7
-    monkeypatch.setattr(gpu_soak.Items, "__getitem__", lambda items, i: items.rows[i] + 1)
-    monkeypatch.setattr("fastamp.prefetch", lambda batches, _: (batch + 1 for batch in batches))
-    assert gpu_soak.main(words) == 1
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert "batch 0: the sum is" in lines[0]["wrong"][0]
-    wrong = {line["case"] for line in lines if "case" in line and not line["ok"]}
-    assert wrong >= {"a loader, item by item", "a loader, in threads"}
