@@ -96,19 +96,16 @@ def test_only_the_build_for_a_gpu_asks_for_nvcc(backend, monkeypatch):
     assert requires({"cmake.define.FASTAMP_CUDA": "ON"}) == ["ninja", *backend.PACKAGES]
 
 
-@pytest.mark.parametrize("name", ["build_wheel", "build_editable"])
-def test_cmake_reads_the_decision_in_the_environment(backend, monkeypatch, tmp_path, name):
+def test_cmake_reads_the_decision_in_the_environment(backend, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(backend.build, name, lambda *given: seen.append(given) or "x.whl")
-    hook = backend._with_nvcc(getattr(backend.build, name))
-    driver = backend.Driver((13, 0), [(8, 6)])
-    monkeypatch.setattr(backend, "read_driver", lambda: driver)
+    monkeypatch.setattr(backend.build, "build_wheel", lambda *given: seen.append(given) or "x.whl")
+    hook = backend._with_nvcc(backend.build.build_wheel)
+    monkeypatch.setattr(backend, "read_driver", lambda: backend.Driver((13, 0), [(8, 6)]))
     environ = backend.os.environ
     assert hook("out", {"a": "b"}) == "x.whl"
     assert seen == [("out", {"a": "b"}, None)]
     assert (environ["CUDAARCHS"], environ["CUDACXX"]) == ("86-real", "")
     assert environ["FASTAMP_NOTE"].startswith("the build could not install nvidia-cuda-nvcc==13")
-
     nvcc = str(fake_nvcc(tmp_path / "a folder/bin", "13.0"))
     monkeypatch.setattr(backend, "packaged_nvcc", lambda: nvcc)
     monkeypatch.setenv("LIBRARY_PATH", "/mine")
@@ -133,12 +130,8 @@ def test_the_first_nvcc_that_is_new_enough_is_used(backend, monkeypatch, tmp_pat
 
 
 def test_nvcc_of_pypi_is_used_when_all_of_its_packages_are_there(backend, monkeypatch, tmp_path):
-    class Installed:
-        def locate_file(self, name):
-            return tmp_path / name
-
-    assert backend.packaged_nvcc() is None
-    monkeypatch.setattr(backend, "distribution", lambda _: Installed())
+    installed = type("Installed", (), {"locate_file": lambda _, name: tmp_path / name})
+    monkeypatch.setattr(backend, "distribution", lambda _: installed())
     for part in backend.PARTS:
         assert backend.packaged_nvcc() is None
         file = tmp_path / "nvidia/cu13" / part

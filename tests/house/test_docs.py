@@ -191,16 +191,6 @@ def test_every_public_name_has_an_example_that_runs(needs, tmp_path):
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_a_diff_is_applied_to_the_program_before_it():
-    page = "```py\nx = 1\ny = 2\n```\n```diff\n x = 1\n+w = 0\n-y = 2\n```\n"
-    page += "```diff\n-w = 0\n```\n```python\nx\n```\n"
-    lines = [program.split("\n") for program in read_programs(page)]
-    kept = [[line for line in program if line] for program in lines]
-    assert kept == [["x = 1", "y = 2"], ["x = 1", "w = 0"], ["x = 1", "x"]]
-    with pytest.raises(ValueError, match="is not in list"):
-        read_programs(page.replace("-y = 2", "-y = 1"))
-
-
 @pytest.mark.parametrize("program", OF_README, ids=range(len(OF_README)))
 def test_a_program_of_the_readme_runs_as_it_stands(program, tmp_path):
     done = run_python(f"import warnings; warnings.simplefilter('error')\n{program}", cwd=tmp_path)

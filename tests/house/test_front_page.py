@@ -87,12 +87,3 @@ def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, m
     assert front.main(["--measure", "loader"]) == 3
     assert capsys.readouterr().out == "loader: the machine is too noisy; nothing is kept\n"
     assert json.loads((front.RESULTS / "loader.json").read_text()) == written
-
-
-def test_a_record_without_a_row_is_refused_by_the_name_of_the_row(front):
-    path = front.RESULTS / "jobs.json"
-    record = json.loads(path.read_text())
-    record["measurements"] = [m for m in record["measurements"] if "images" not in m["name"]]
-    path.write_text(json.dumps(record))
-    with pytest.raises(SystemExit, match="has no images/fastamp/bf16: --measure jobs"):
-        front.main(["--check"])

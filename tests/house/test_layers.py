@@ -195,14 +195,11 @@ def test_a_forbidden_import_is_caught(module, line):
 
 def test_a_circle_is_caught_also_a_lazy_one():
     texts = {
-        "fastamp.data.loader": "from fastamp.data import memory",
-        "fastamp.data.memory": "import fastamp.data.stats",
+        "fastamp.data.loader": "import fastamp.data.stats",
         "fastamp.data.stats": "def f():\n    from fastamp.data.loader import DataLoader",
     }
     circle = find_circle({module: imported(text) for module, text in texts.items()})
     assert circle == [*texts, "fastamp.data.loader"]
-    del texts["fastamp.data.stats"]
-    assert find_circle({module: imported(text) for module, text in texts.items()}) == []
 
 
 def test_what_is_shipped_never_imports_the_laboratory():

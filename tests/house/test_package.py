@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.processes import run_python
@@ -27,18 +26,6 @@ needs_native = pytest.mark.skipif(native is None, reason="needs the compiled cor
 def test_the_version_is_stated_once():
     assert importlib.metadata.version("fastamp") == fastamp.__version__
     assert "version =" not in (ROOT / "pyproject.toml").read_text().split("[tool")[0]
-
-
-def test_the_oldest_session_installs_the_floors_of_pyproject():
-    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    noxfile = ast.parse((ROOT / "noxfile.py").read_text())  # read without nox
-    function = [node for node in noxfile.body if getattr(node, "name", "") == "list_floors"]
-    names = {"re": re, "Any": Any}
-    exec(compile(ast.Module(function, []), "noxfile.py", "exec"), names)  # noqa: S102
-    floors = {"torch==2.6", "lightning==2.4", "pytorch-lightning==2.4", "accelerate==1.2"}
-    assert floors | {"transformers==4.49"} <= {*names["list_floors"](project)}
-    assert all(re.fullmatch(r"[\w-]+==[\d.]+", each) for each in names["list_floors"](project))
 
 
 def test_a_folder_of_tests_is_called_as_the_folder_that_it_tests():

@@ -1,7 +1,6 @@
-"""CUDA graphs: the step inside one, and a capture while fastamp's threads are at work."""
+"""CUDA graphs: a step and a clip inside one."""
 
 import math
-import time
 
 import pytest
 import torch
@@ -10,48 +9,21 @@ from support.gradients import parameters_with, random
 import fastamp
 
 
-def graph_of(call):
-    """Capture a call that has already run once on another stream, as torch asks for."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result
-
-
 @pytest.mark.cuda
-def test_a_captured_clip_replays_with_new_gradients(device):
-    sizes = [1, 1003, 70_001, *[64] * 3000]  # more than one table of tensors
-    static = parameters_with(*[torch.zeros(size, device=device) for size in sizes])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        fastamp.clip_grad_norm_(static, 1.0)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph, norm = graph_of(lambda: fastamp.clip_grad_norm_(static, 1.0))
-    for seed in range(3):
-        scale = 10.0 ** (seed - 4)  # the first two are short enough to stay as they are
-        grads = [scale * random(size, torch.float32, device, seed=seed) for size in sizes]
-        for parameter, grad in zip(static, grads, strict=True):
-            parameter.grad.copy_(grad)
-        graph.replay()
-        eager = parameters_with(*grads)
-        assert torch.equal(norm, fastamp.clip_grad_norm_(eager, 1.0))
-        for a, b in zip(static, eager, strict=True):
-            assert torch.equal(a.grad, b.grad)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("how", ["step", "clip_grad_norm_"])
+@pytest.mark.parametrize("how", ["step", "scaler.clip_grad_norm_", "fastamp.clip_grad_norm_"])
 def test_a_captured_step_replays_with_new_gradients_and_overflows(how, device):
-    sizes = (1, 1003, 70_001, *[5] * 50)
+    sizes = (1, 1003, 70_001, *[5] * 3000)  # more than one table of tensors
     results = []
     for captured in (False, True):
         parameters = parameters_with(*[torch.zeros(size, device=device) for size in sizes])
         optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True, capturable=True)
         scaler = fastamp.GradScaler(device, init_scale=1024.0, growth_interval=2)
 
-        def step(scaler=scaler, optimizer=optimizer):
-            if how == "clip_grad_norm_":
+        def step(scaler=scaler, optimizer=optimizer, parameters=parameters):
+            if how == "fastamp.clip_grad_norm_":
+                fastamp.clip_grad_norm_(parameters, 1e-2)
+                return
+            if how == "scaler.clip_grad_norm_":
                 scaler.clip_grad_norm_(optimizer, 1e-2)
             else:
                 scaler.step(optimizer, max_norm=1e-2)
@@ -66,14 +38,16 @@ def test_a_captured_step_replays_with_new_gradients_and_overflows(how, device):
                 parameters[1].grad[7] = math.inf
             torch.cuda.synchronize()
             run()
-            if captured and seed == 0:
-                graph, _ = graph_of(step)
+            if captured and seed == 0:  # it has run once, as torch asks for
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step()
                 run = graph.replay
         norm = scaler.last_step.norm if how == "step" else torch.zeros(())
         tensors = [t.detach() for p in parameters for t in (p, p.grad)]
         results.append([*tensors, norm, scaler.get_scale(), scaler.skipped_steps])
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
-    assert results[0][-2] == 1024.0 * 2 / 4
+    assert results[0][-2] == 1024.0 * (1 if how.startswith("fastamp") else 2 / 4)
 
 
 def test_a_count_of_skipped_steps_is_made_before_a_capture(monkeypatch):
@@ -83,37 +57,3 @@ def test_a_count_of_skipped_steps_is_made_before_a_capture(monkeypatch):
     with pytest.raises(RuntimeError, match="the first step on cuda:0 is in the capture"):
         scaler._skipped.on(torch.device("cuda:0"))
     assert not scaler._skipped
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("source", ["loader", "prefetch", "tracker"])
-def test_a_region_is_captured_while_a_thread_is_at_work(source, device):
-    def produce():
-        for i in range(200):
-            time.sleep(1e-3)
-            yield torch.full((1000 + i,), float(i))
-
-    tracker = fastamp.MetricsTracker()
-    rows = torch.arange(200.0).repeat(1000, 1).T.contiguous()
-    if source == "loader":
-        batches = iter(fastamp.DataLoader(rows, 1, device=device))
-    else:
-        batches = iter(fastamp.prefetch(produce(), device))
-    seen = [*next(batches).aminmax()]
-    weight = torch.randn(256, 256, device=device)
-    product = weight @ weight  # makes cuBLAS's handle and memory, which no capture may do
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        product = weight
-        end_s = time.monotonic() + 0.2
-        while time.monotonic() < end_s:
-            product = product @ weight * 0.05
-            time.sleep(0.005)
-        if source == "tracker":
-            tracker.flush()
-    graph.replay()
-    seen += [each for batch in batches for each in batch.aminmax()]
-    assert torch.stack(seen).tolist() == [float(i) for i in range(200) for _ in range(2)]
-    assert product.isfinite().all()
-    tracker.close()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 
 import pytest
 import torch
 from support.gradients import parameters_with
-from torch.overrides import TorchFunctionMode
 
 import fastamp
 
@@ -75,51 +73,6 @@ def test_reports_are_float32_whatever_the_default_dtype(how, default, backend, d
     report = scaler.last_step
     values = report.norm, report.found_inf, report.clip_coef, report.scale
     assert {value.dtype for value in values} == {torch.float32}
-
-
-class HostElsewhere(TorchFunctionMode):
-    """Makes zeros without a device on "meta", which plays the host of parameters on a CPU."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.zeros and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
-def test_a_capturable_group_beside_another_has_its_count_on_its_parameters_device(
-    backend, device, monkeypatch
-):
-    """torch refuses capturable=True on a CPU; here it is told not to."""
-    adam = importlib.import_module("torch.optim.adam")
-    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu", "cuda"])
-    parameters = ones(3, 5, device=device)
-    groups = [{"params": [p], "capturable": i > 0} for i, p in enumerate(parameters)]
-    optimizer = torch.optim.AdamW(groups)
-    with HostElsewhere():
-        fastamp.optimizer_step(optimizer, max_norm=1.0)
-    assert step_count(optimizer, parameters[1]).device == parameters[1].device
-    optimizer.step()  # torch's own takes the state
-    assert [step_count(optimizer, p).item() for p in parameters] == [2, 2]
-
-
-@pytest.mark.parametrize("fused", [True, None])
-@ADAMS
-def test_parameters_that_share_a_count_step_as_in_torch(cls, fused, backend, device):
-    results = []
-    for ours in (True, False):
-        parameters = ones(3, 5, 4, device=device)
-        optimizer = cls(parameters, lr=1.0, fused=fused)
-        optimizer.step()
-        shared = step_count(optimizer, parameters[0])
-        for parameter in parameters:  # as some people's loaders make it
-            optimizer.state[parameter]["step"] = shared
-            parameter.grad = torch.arange(float(parameter.numel()), device=device)
-        for _ in range(3):
-            fastamp.optimizer_step(optimizer, max_norm=1e9) if ours else optimizer.step()
-        counts = [step_count(optimizer, p) for p in parameters]
-        results.append([*counts, *(p.detach() for p in parameters)])
-    torch.testing.assert_close(*results, check_device=False)  # of torch's counts
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])

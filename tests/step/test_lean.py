@@ -218,28 +218,6 @@ def test_all_ways_to_step_have_the_same_bits(backend, device):
     assert found == [found[0]] * len(found)
 
 
-@pytest.mark.parametrize("is_expanded", [False, True])
-def test_a_gradient_with_gaps_or_of_one_element_is_stepped_in_operators(
-    is_expanded, backend, device
-):
-    """The gradient of a sum is one element in memory."""
-    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
-    others, other = make(torch.float32, "8bit", True, [(4, 100)])
-    give(parameters, 0)
-    others[0].grad = parameters[0].grad.repeat_interleave(2, dim=1)[:, ::2]
-    if is_expanded:
-        parameters[0].grad = torch.ones(4, 100, device=device)
-        others[0].grad = torch.ones((), device=device).expand(4, 100)
-    match = "in torch's operators, .* a gradient's dtype, layout"
-    warns = pytest.warns(UserWarning, match=match)
-    with contextlib.nullcontext() if backend == "fallback" else warns:
-        report = fastamp.optimizer_step(other, max_norm=5.0)
-    expected = fastamp.optimizer_step(optimizer, max_norm=5.0)
-    assert report.norm == expected.norm
-    assert same_bits(parameters[0], others[0])
-    assert torch.equal(parameters[0].grad, others[0].grad)
-
-
 def test_weights_that_were_set_to_zero_stay_numbers(backend, device):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
     train(parameters, optimizer, 2, bad=())
@@ -543,9 +521,6 @@ def test_parameters_and_gradients_of_other_kinds_are_refused_by_name():
     weight.grad = torch.zeros(4, 64).to_sparse()
     with pytest.raises(RuntimeError, match="cannot make this step: a gradient's dtype, layout"):
         optimizer.step()
-    flat = torch.nn.Parameter(torch.zeros(100_000))
-    with pytest.warns(UserWarning, match=r"saves nothing for param_groups\[0\]\['params'\]\[1\]"):
-        fastamp.SGD([weight, flat], momentum=0.9, moments="8bit")
 
 
 def test_frozen_parameters_may_have_any_dtype(backend):

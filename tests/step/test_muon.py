@@ -66,11 +66,11 @@ def everything(parameters, optimizer):
     return [t.detach().clone() for t in [*parameters, *states]]
 
 
-def train(step, steps, device="cpu", *, max_norm=None, **options):
+def train(step, steps, device="cpu", **options):
     parameters, optimizer = make(device, **options)
     for i in steps:
         give(parameters, i)
-        step(optimizer, **({} if max_norm is None else {"max_norm": max_norm}))
+        step(optimizer)
     return everything(parameters, optimizer)
 
 
@@ -114,16 +114,6 @@ def test_bfloat16_is_float32_rounded_once(compiled, device):
         own_step(each)
     expected = [tensor.bfloat16() for tensor in everything(wide, reference)]
     assert same_bits(everything(made, optimizer), expected)
-
-
-def test_torchs_fault_in_place_is_absent(compiled, device):
-    """torch 2.13 divides a bfloat16 momentum by its norm where nesterov is False."""
-    p = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16, device=device))
-    optimizer = torch.optim.Muon([p], momentum=0.5, nesterov=False)
-    for _ in range(3):
-        p.grad = torch.ones_like(p)
-        own_step(optimizer)
-    assert optimizer.state[p]["momentum_buffer"].float().unique().tolist() == [1 - 0.5**3]
 
 
 @pytest.mark.parametrize("zero_grad", [False, True])
@@ -195,22 +185,11 @@ def test_a_gradient_of_zeros_or_nan_is_its_own_matrixs(bad, compiled, device):
     assert not any(p.isnan().any() for i, p in enumerate(found[own_step]) if i % len(SHAPES) != 1)
 
 
-def test_parameters_without_a_gradient_are_left_alone(compiled, device):
-    parameters, optimizer = make(device)
-    give(parameters, 0)
-    parameters[1].grad = None
-    before = parameters[1].detach().clone()
-    own_step(optimizer, max_norm=1.0)
-    assert same_bits([parameters[1]], [before])
-    assert parameters[1] not in optimizer.state
-    assert parameters[0] in optimizer.state
-
-
-def both(parameters, device, *, fused=None):
+def both(parameters):
     """Return a Muon of all parameters but the last two, and an AdamW of these."""
     return [
         torch.optim.Muon(parameters[:-2], lr=0.02),
-        torch.optim.AdamW(parameters[-2:], lr=1e-2, fused=fused),
+        torch.optim.AdamW(parameters[-2:], lr=1e-2),
     ]
 
 
@@ -220,7 +199,7 @@ def both(parameters, device, *, fused=None):
 def test_muon_and_adamw_are_one_step(max_norm, zero_grad, scaled, compiled, device):
     ours, _ = make(device)
     theirs, _ = make(device)
-    own, stock = both(ours, device), both(theirs, device)
+    own, stock = both(ours), both(theirs)
     scaler = fastamp.GradScaler(device, init_scale=2.0**16, enabled=scaled)
     for step in range(3):
         scaler.scale(torch.ones((), device=device))
@@ -241,31 +220,21 @@ def test_muon_and_adamw_are_one_step(max_norm, zero_grad, scaled, compiled, devi
     assert error(ours, theirs) < NEAR[device]
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("without", ["muon", "adamw", "both"])
-def test_an_optimizer_without_a_gradient_leaves_the_step_to_the_other(
-    without, scaled, compiled, device
-):
+@pytest.mark.parametrize(
+    "without", [slice(1, 2), slice(-2), slice(-2, None)], ids=["a matrix", "muon", "adamw"]
+)
+def test_what_has_no_gradient_is_left_alone(without, compiled, device):
     parameters, _ = make(device)
-    optimizers = both(parameters, device)
-    scaler = fastamp.GradScaler(device, enabled=scaled)
-    scaler.scale(torch.ones((), device=device))
+    optimizers = both(parameters)
     give(parameters, 0)
-    for p in {"muon": parameters[:-2], "adamw": parameters[-2:], "both": parameters}[without]:
+    for p in parameters[without]:
         p.grad = None
     before = [p.detach().clone() for p in parameters]
     schedules = [torch.optim.lr_scheduler.ConstantLR(each) for each in optimizers]
-    if without == "both" and scaled:
-        with pytest.raises(AssertionError, match="No inf checks"):
-            scaler.step(optimizers)
-        return
-    scaler.step(optimizers)
-    way = "torch's: no parameter has a gradient" if without == "both" else "native"
-    assert scaler.last_step.way == way
-    moved = [not same_bits([p], [old]) for p, old in zip(parameters, before, strict=True)]
-    matrices, others = moved[:-2], moved[-2:]
-    assert (all(matrices), any(matrices)) == (without == "adamw",) * 2
-    assert (all(others), any(others)) == (without == "muon",) * 2
+    assert fastamp.optimizer_step(optimizers, 1.0).way == "native"
+    for p, old in zip(parameters, before, strict=True):
+        assert same_bits([p], [old]) == (p.grad is None)
+    assert not any(p in each.state for p in parameters[without] for each in optimizers)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a schedule that steps before its optimizer
         for schedule in schedules:
@@ -293,10 +262,8 @@ def test_torchs_own_step_and_schedulers_may_come_between(by_state, as_tensor, co
                 groups = [{"params": group["params"]} for group in optimizer.param_groups]
                 optimizer = torch.optim.Muon(groups)
                 optimizer.load_state_dict(state)
-                last = schedule.state_dict()
-                schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-                schedule.load_state_dict(last)
-                optimizer.load_state_dict(state)
+                last_epoch = schedule.last_epoch
+                schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9, last_epoch)
         found.append(everything(parameters, optimizer))
     assert error(*found) < NEAR[device]
 
@@ -364,8 +331,8 @@ def with_memory_that_overlaps(parameters, _):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (with_hook, "there is a step hook"),
-        (with_patch, "optimizer.step is patched"),
+        (with_hook, ""),
+        (with_patch, ""),
         (with_newer_option, "fastamp does not know Muon's maximize"),
         (with_another_order, "a matrix or gradient is not contiguous"),
         (with_another_order_of_a_gradient, "a matrix or gradient is not contiguous"),
@@ -457,31 +424,15 @@ def test_sharded_matrices_get_the_bits_of_whole_ones(count, layout, options, roo
 
 
 @pytest.mark.parametrize(("count", "shares"), [(8, [2, 2, 2, 2]), (3, [1, 1, 1, 0])])
-def test_ranks_share_the_products_and_compare_their_first_step_alone(count, shares, four):
-    found = four.run(4, muon_ranks.counted, count)
-    assert found == [([share] * 3 * (share > 0), 1) for share in shares]
+def test_ranks_share_the_products(count, shares, four):
+    found = four.run(4, muon_ranks.multiplied, count)
+    assert found == [[share] * (share > 0) for share in shares]
 
 
 def test_matrices_sharded_by_columns_are_torchs(four):
     reason = "torch's: a matrix is sharded by more than its rows"
     for ways, _ in four.run(2, muon_ranks.steps, "columns", [(32, 48)]):
         assert ways == {reason}
-
-
-@pytest.mark.parametrize("unlike", ["muon", "gradient"])
-@pytest.mark.parametrize(("layout", "ranks"), [("rows", [3]), ("hsdp", [0, 1])])
-def test_ranks_whose_first_step_is_unlike_the_others_are_an_error_on_all(
-    layout, ranks, unlike, four
-):
-    """They would wait for them, in a collective that these do not make."""
-    expected = "Muon's sharded matrices need the same step hooks, and gradients of the same "
-    expected += "matrices, on all ranks"
-    here = "; here torch steps: there is a step hook" * (unlike == "muon")
-    for rank, (said, is_unchanged) in enumerate(
-        four.run(4, muon_ranks.unlike, layout, unlike, ranks)
-    ):
-        assert said == expected + here * (rank in ranks)
-        assert is_unchanged
 
 
 def test_what_some_ranks_lack_together_does_not_disturb_the_others(four):

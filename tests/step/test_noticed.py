@@ -39,10 +39,6 @@ def replace_in_a_group(parameters, optimizer, step):
     optimizer.param_groups[0]["params"][1] = parameters[1]
 
 
-def remove_all_groups(parameters, optimizer, step):
-    optimizer.param_groups.clear()
-
-
 def transpose_data(parameters, optimizer, step):  # a square: neither address nor shape changes
     parameters[2].data = parameters[2].data.t()
 
@@ -58,21 +54,8 @@ def set_to_other_memory(parameters, optimizer, step):
         parameters[1].set_(full(parameters[1], step))
 
 
-def load_a_state_of_before(parameters, optimizer, step):
-    saved = optimizer.state_dict()
-    for state in saved["state"].values():
-        state["exp_avg"] = state["exp_avg"] * 3
-        state["step"] = state["step"] + 10
-    optimizer.load_state_dict(saved)
-
-
 def lose_a_state(parameters, optimizer, step):
     del optimizer.state[parameters[0]]
-
-
-def change_numbers(parameters, optimizer, step):
-    options = {"lr": 0.1 * step, "betas": (0.5, 0.6), "weight_decay": 0.1 * step, "eps": 1e-3}
-    optimizer.param_groups[1].update(options)
 
 
 def change_the_learning_rate_in_place(parameters, optimizer, step):
@@ -88,10 +71,6 @@ def begin_amsgrad(parameters, optimizer, step):
         del optimizer.state[parameter]
 
 
-def ask_for_foreach(parameters, optimizer, step):
-    optimizer.param_groups[1]["foreach"] = True if is_first(step) else None
-
-
 def hook_a_step(parameters, optimizer, step):
     if is_first(step):
         optimizer.handle = optimizer.register_step_post_hook(lambda *_: None)
@@ -102,10 +81,6 @@ def hook_a_step(parameters, optimizer, step):
 def give_none_to_some(parameters, step):
     for p in parameters[step % 3 :: 2]:
         p.grad = None
-
-
-def exchange_gradients(parameters, step):
-    parameters[2].grad, parameters[4].grad = parameters[4].grad, parameters[2].grad
 
 
 def give_a_strided_one(parameters, step):
@@ -119,28 +94,21 @@ def give_the_parameters_own_memory(parameters, step):
 BETWEEN = [
     add_a_group,
     replace_in_a_group,
-    remove_all_groups,
     transpose_data,
     change_the_dtype,
     set_to_other_memory,
-    load_a_state_of_before,
     lose_a_state,
-    change_numbers,
     change_the_learning_rate_in_place,
     begin_amsgrad,
-    ask_for_foreach,
     hook_a_step,
 ]
 OF_GRADIENTS = [
     give_none_to_some,
-    exchange_gradients,
     give_a_strided_one,
     give_the_parameters_own_memory,
 ]
 TORCHS = {
     transpose_data: CHANGED[:1],  # the states lie in another order than the parameter
-    remove_all_groups: range(CHANGED[0], STEPS),
-    ask_for_foreach: CHANGED[:1],
     hook_a_step: CHANGED[:1],
     give_a_strided_one: CHANGED,
     give_the_parameters_own_memory: CHANGED,

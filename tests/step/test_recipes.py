@@ -3,7 +3,6 @@
 import functools
 import math
 import pickle
-import warnings
 from collections import defaultdict
 
 import pytest
@@ -133,21 +132,6 @@ def test_gradients_spoilt_after_unscale_reach_the_parameters(backend, device, na
     assert all(assert_alike(recipe))
 
 
-class TakesScaler(torch.optim.SGD):
-    """An optimizer of the older protocol: the scaler is an argument of its step."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler=None):
-        state = grad_scaler._per_optimizer_states[id(self)]
-        assert state["stage"] is OptState.READY
-        assert not hasattr(self, "grad_scale")
-        grad_scaler.unscale_(self)
-        [found_inf] = grad_scaler._found_inf_per_device(self).values()
-        if not found_inf.item():
-            super().step()
-
-
 class TakesScale(torch.optim.SGD):
     """An optimizer of today's protocol: scale and found_inf are its attributes during its step."""
 
@@ -161,18 +145,15 @@ class TakesScale(torch.optim.SGD):
                 parameter.data.sub_(0.1 * parameter.grad)
 
 
-@pytest.mark.parametrize("optimizer", [TakesScaler, TakesScale])
 @pytest.mark.parametrize("bad", [None, math.inf])
-def test_optimizers_that_scale_themselves(backend, device, optimizer, bad):
+def test_optimizers_that_scale_themselves(backend, device, bad):
     def recipe(cls):
         grad = random(5, torch.float32, device)
         if bad is not None:
             grad[2] = bad
         parameters = parameters_with(grad)
         scaler = cls(device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's, about the older protocol
-            one_step(scaler, optimizer(parameters, lr=0.1), device)
+        one_step(scaler, TakesScale(parameters, lr=0.1), device)
         scaler.update()
         if cls is fastamp.GradScaler:
             assert scaler.skipped_steps == (bad is not None)
