@@ -25,7 +25,7 @@ ARCHITECTURES = (75, 80, 90, 100, 120)
 FILES = ("cuda", "update", "lean")
 WANTED = 8
 WANTED_ON = {75, 80, 90, 100}
-"""Where memory needs them: on 120 a third is enough (docs/how/norm.md)."""
+"""Where memory needs them: on 120 a third is enough (docs/how/numerics.md)."""
 ELEMENTS = 8  # of a thread, in one round of the lean kernel's main loop
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+) )?([\w.]+)\s*(.*?)\s*;")
 FORWARD_ENDS = {"EXIT", "RET", "BRX", "BRA", "BSYNC"}

@@ -38,6 +38,7 @@ python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 pygments_style, pygments_dark_style = "default", "monokai"  # which colour both sides of a diff
 html_title = f"fastamp {release}"
 html_copy_source = html_show_sphinx = html_show_copyright = False
