@@ -115,12 +115,6 @@ def change_the_learning_rate_in_place(parameters, optimizer, step):
         optimizer.param_groups[1]["lr"].fill_(0.5)
 
 
-def begin_amsgrad(parameters, optimizer, step):
-    optimizer.param_groups[1]["amsgrad"] = is_first(step)
-    for parameter in optimizer.param_groups[1]["params"]:
-        del optimizer.state[parameter]
-
-
 NOTICED = [
     add_a_group,
     take_from_a_group,
@@ -139,7 +133,6 @@ NOTICED = [
     count_in_place,
     change_numbers,
     change_the_learning_rate_in_place,
-    begin_amsgrad,
 ]
 REFUSED = {transpose_data: CHANGED[:1], remove_all_groups: range(CHANGED[0], STEPS)}
 """Steps by torch: the states lie in another order than the parameter; there is no parameter."""

@@ -25,7 +25,6 @@ ADAM = [
     {"lr": 0.01},
     {"weight_decay": 0.1},
     {"weight_decay": 0.1, "maximize": True},
-    {"weight_decay": 0.1, "amsgrad": True},
 ]
 INPUTS = {
     Adam: ADAM,

@@ -18,7 +18,7 @@ from fastamp import _ops
 
 RULES = {
     "adamw": (torch.optim.AdamW, {}),
-    "adamw fused": (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+    "adamw fused": (torch.optim.AdamW, {"fused": True, "maximize": True}),
     "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
 }
