@@ -49,22 +49,16 @@ void round_up(StackSpec& spec, std::int64_t multiple) {
 std::int64_t itemsize_of(dlpack::DataType dtype) { return (dtype.bits * dtype.lanes + 7) / 8; }
 
 bool read_tensors(const py::tuple& samples, StackSpec& spec) {
-  if (samples.empty()) return false;
-  HostTensor first;
-  if (!read_host_tensor(samples[0], first)) return false;
-  spec.itemsize = itemsize_of(first.dtype);
-  if (spec.pad == nullptr) {  // most batches: as little as possible for each sample
-    spec.row_shape.assign(first.shape, first.shape + first.ndim);
-    spec.rows.assign(samples.size(), first.data);
-    return read_alike(samples, first, spec.rows.data());
-  }
+  dlpack::DataType dtype{};
   for (const py::handle sample : samples) {
-    HostTensor tensor;
-    if (!read_host_tensor(sample, tensor) || !(tensor.dtype == first.dtype) ||
-        !add_row(spec, tensor.data, tensor.ndim, tensor.shape))
+    dlpack::Tensor tensor;
+    if (!read_host_tensor(sample, tensor)) return false;
+    if (spec.rows.empty()) dtype = tensor.dtype;
+    if (!(tensor.dtype == dtype) || !add_row(spec, tensor.data, tensor.ndim, tensor.shape))
       return false;
   }
-  return true;
+  spec.itemsize = itemsize_of(dtype);
+  return !samples.empty();
 }
 
 /// Reads arrays of one type and one dtype, which is known to be one of torch's.
@@ -92,8 +86,8 @@ bool read_arrays(const py::tuple& samples, StackSpec& spec) {
 /// Returns the address of the batch's memory, after a check of its size.
 void* check_out(const py::object& out, const StackSpec& spec) {
   const std::int64_t nbytes = static_cast<std::int64_t>(spec.rows.size()) * row_nbytes(spec);
-  HostTensor tensor;
-  if (!read_host_tensor(out, tensor) || tensor.numel * itemsize_of(tensor.dtype) != nbytes)
+  dlpack::Tensor tensor;
+  if (!read_host_tensor(out, tensor) || tensor.numel() * itemsize_of(tensor.dtype) != nbytes)
     throw std::runtime_error("allocate: expected a contiguous CPU tensor of " +
                              std::to_string(nbytes) + " bytes");
   return tensor.data;
@@ -107,7 +101,7 @@ py::object stack(const py::object& samples, const py::object& dtype, const py::o
   StackSpec spec;
   spec.rows.reserve(owned.size());
   if (!pad.is_none()) {
-    HostTensor element;
+    dlpack::Tensor element;
     if (!read_host_tensor(pad, element)) return py::none();
     spec.pad = element.data;
   }
@@ -137,8 +131,8 @@ T* address_of(py::handle tensor) {
 /// Gathers rows of a tensor whose rows are contiguous into a contiguous one, both on the CPU.
 void gather_rows(const py::object& array, const py::object& rows, const py::object& out,
                  int num_threads, int widened) {
-  HostTensor places;
-  HostTensor target;
+  dlpack::Tensor places;
+  dlpack::Tensor target;
   if (!read_host_tensor(rows, places) || itemsize_of(places.dtype) != sizeof(std::int64_t) ||
       !read_host_tensor(out, target))
     throw py::type_error("rows, out: expected contiguous tensors on the CPU, rows of int64");
@@ -146,7 +140,7 @@ void gather_rows(const py::object& array, const py::object& rows, const py::obje
     return array.attr(name)(index...).template cast<std::int64_t>();
   };
   const std::int64_t itemsize = read("element_size");
-  const std::int64_t row_numel = places.numel == 0 ? 0 : target.numel / places.numel;
+  const std::int64_t row_numel = places.numel() == 0 ? 0 : target.numel() / places.numel();
   const Column column{address_of<char>(array), read("size", 0), read("stride", 0) * itemsize,
                       row_numel * itemsize, widened};
   const auto* all = static_cast<const std::int64_t*>(places.data);
@@ -154,7 +148,7 @@ void gather_rows(const py::object& array, const py::object& rows, const py::obje
   std::int64_t bad = -1;
   {
     const py::gil_scoped_release no_gil;
-    bad = gather(column, all, places.numel, to, num_threads);
+    bad = gather(column, all, places.numel(), to, num_threads);
   }
   if (bad >= 0)
     throw py::index_error("index " + std::to_string(all[bad]) +

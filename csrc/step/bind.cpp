@@ -12,24 +12,23 @@ PackedTensors pack(const Backend& backend, const py::object& tensors) {
   PackedTensors packed;
   packed.tensors = py::reinterpret_steal<py::tuple>(PySequence_Tuple(tensors.ptr()));
   if (!packed.tensors) throw py::error_already_set();
-  const auto size = PyTuple_GET_SIZE(packed.tensors.ptr());
-  packed.views.reserve(static_cast<std::size_t>(size));
   static thread_local Ranges ranges;
   ranges.clear();
   std::vector<std::optional<TensorView>> found;
-  found.reserve(static_cast<std::size_t>(size));
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    found.push_back(read_dense(PyTuple_GET_ITEM(packed.tensors.ptr(), i), backend.device));
-    const TensorView view = found.back().value_or(TensorView{});
-    ranges.add(view.data, static_cast<std::size_t>(view.numel * size_of(view.format)));
+  for (const py::handle tensor : packed.tensors) {
+    dlpack::Tensor read{};
+    const bool is_dense = read_dense(tensor, backend.device, read);
+    const auto format = is_dense ? format_of(read.dtype) : std::nullopt;
+    found.emplace_back();
+    if (format) found.back() = {read.data, read.numel(), *format};
+    ranges.add(read.data, format ? read.numel() * size_of(*format) : 0);
   }
   for (const std::size_t place : ranges.overlapping()) found[place].reset();
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    const auto& view = found[static_cast<std::size_t>(i)];
-    if (view)
-      packed.add(*view);
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (found[i])
+      packed.add(*found[i]);
     else
-      packed.rest.push_back(i);
+      packed.rest.push_back(static_cast<std::int64_t>(i));
   }
   return packed;
 }
@@ -38,11 +37,11 @@ py::object grad_stats(const Backend& backend, const PackedTensors& tensors, cons
                       const py::object& max_norm, bool only_finite, const py::object& before,
                       const py::object& skipped) {
   const ClipSpec clip = clip_of(backend, scale, max_norm, only_finite, before, skipped);
-  return measure(backend, tensors, clip, false).stats;
+  return measure(backend, tensors.views, clip, false).stats;
 }
 
 py::tuple reduce(const Backend& backend, const PackedTensors& tensors) {
-  const Measured found = measure(backend, tensors, ClipSpec{}, true);
+  const Measured found = measure(backend, tensors.views, ClipSpec{}, true);
   return py::make_tuple(found.work, found.stats);
 }
 
@@ -63,10 +62,14 @@ OpTable table_at(std::uintptr_t address, std::size_t size) {
 
 }  // namespace
 
-Measured measure(const Backend& backend, const PackedTensors& tensors, const ClipSpec& clip,
+Measured measure(const Backend& backend, const TensorList& views, const ClipSpec& clip,
                  bool keeps_sum, const UpdateList* counted) {
-  const std::int64_t size = 1 + tensors.num_chunks;
-  Measured found{new_tensor(kNumStats, kFloat32, backend.torch_device), py::none()};
+  constexpr std::int64_t kNumStats = sizeof(GradStats) / sizeof(float);
+  std::int64_t size = 1;
+  for (const TensorView& view : views) size += chunks_of(view.numel);
+  Measured found{new_tensor(kNumStats, kFloat32, backend.torch_device), py::none(), nullptr};
+  found.values =
+      static_cast<GradStats*>(data_of(found.stats, kFloat32, kNumStats, backend.device, "stats"));
   std::vector<double> on_host;
   double* work = nullptr;
   if (keeps_sum || backend.is_apart) {
@@ -76,11 +79,9 @@ Measured measure(const Backend& backend, const PackedTensors& tensors, const Cli
     on_host.resize(static_cast<std::size_t>(size));
     work = on_host.data();
   }
-  auto* stats =
-      static_cast<GradStats*>(data_of(found.stats, kFloat32, kNumStats, backend.device, "stats"));
   const Launch launch = backend.launch();
   const py::gil_scoped_release no_gil;
-  backend.ops.grad_stats(tensors.views, clip, work, stats, counted, launch);
+  backend.ops.grad_stats(views, clip, work, found.values, counted, launch);
   return found;
 }
 

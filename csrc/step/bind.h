@@ -16,8 +16,6 @@
 
 namespace fastamp {
 
-constexpr std::int64_t kNumStats = sizeof(GradStats) / sizeof(float);
-
 /// The ops for one device's tensors.
 struct Backend {
   OpTable ops;
@@ -42,18 +40,10 @@ struct PackedTensors {
   py::object tensors;  ///< a tuple or list of all of them, `rest` included
   TensorList views;
   std::vector<std::int64_t> rest;  ///< indices of the tensors that the core does not handle
-  std::int64_t num_chunks = 0;
 
   /// Adds a view of one of the tensors; skips an empty one.
   void add(const TensorView& view) {
-    if (view.numel == 0) return;
-    views.push_back(view);
-    num_chunks += chunks_of(view.numel);
-  }
-  /// Adds the views of a list that is kept alive elsewhere.
-  void join(const PackedTensors& other) {
-    views.insert(views.end(), other.views.begin(), other.views.end());
-    num_chunks += other.num_chunks;
+    if (view.numel > 0) views.push_back(view);
   }
 };
 
@@ -63,12 +53,10 @@ class Ranges {
  public:
   void clear() { all_.clear(); }
   /// Adds a tensor; one without bytes shares nothing, wherever it is.
-  void add(const void* data, std::size_t bytes) {
-    const auto begin = bytes == 0 ? 0 : reinterpret_cast<std::uintptr_t>(data);
-    all_.push_back({begin, begin + bytes});
+  void add(const void* data, std::int64_t nbytes) {
+    const auto begin = nbytes == 0 ? 0 : reinterpret_cast<std::uintptr_t>(data);
+    all_.push_back({begin, begin + static_cast<std::uintptr_t>(nbytes)});
   }
-  /// Adds all tensors of another list.
-  void add(const Ranges& other) { all_.insert(all_.end(), other.all_.begin(), other.all_.end()); }
   /// Returns the places of those that overlap one before them in memory; without them none do.
   std::vector<std::size_t> overlapping() {
     if (order_.size() != all_.size()) {
@@ -76,39 +64,36 @@ class Ranges {
       std::iota(order_.begin(), order_.end(), std::size_t{0});
     }
     const auto is_before = [this](std::size_t one, std::size_t other) {
-      return std::make_pair(all_[one].begin, one) < std::make_pair(all_[other].begin, other);
+      return std::make_pair(all_[one].first, one) < std::make_pair(all_[other].first, other);
     };
     if (!std::is_sorted(order_.begin(), order_.end(), is_before))
       std::sort(order_.begin(), order_.end(), is_before);
     std::vector<std::size_t> found;
     std::uintptr_t end = 0;
     for (const std::size_t place : order_) {
-      if (all_[place].begin < end)
+      if (all_[place].first < end)
         found.push_back(place);
       else
-        end = all_[place].end;
+        end = all_[place].second;
     }
     return found;
   }
 
  private:
-  struct Range {
-    std::uintptr_t begin;
-    std::uintptr_t end;
-  };
-  std::vector<Range> all_;
+  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> all_;  // begin and end
   std::vector<std::size_t> order_;
 };
 
 /// The statistics of a read, and the float64 sum that they come from.
 struct Measured {
-  py::object stats;  ///< kNumStats float32
+  py::object stats;  ///< float32
   py::object work;   ///< float64, the sum first; none where the host has it
+  GradStats* values;
 };
 
 /// Reads every element once. The sum is kept in a tensor if `keeps_sum`, or if the device is apart.
 /// Counts the step of the update that follows, if there is one.
-Measured measure(const Backend& backend, const PackedTensors& tensors, const ClipSpec& clip,
+Measured measure(const Backend& backend, const TensorList& views, const ClipSpec& clip,
                  bool keeps_sum, const UpdateList* counted = nullptr);
 
 /// Returns how to clip, from the arguments of a call.

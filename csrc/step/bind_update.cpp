@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <utility>
-#include <variant>
 
 #include "step/bind_options.h"
 #include "step/formats.h"
@@ -11,19 +10,88 @@
 namespace fastamp {
 namespace {
 
-const Declaration& find_rule(const std::string& name) {
-  for (const Declaration& rule : kDeclarations)
-    if (name == rule.name) return rule;
-  throw py::value_error("rule: " + name + " is not declared in step/rules.h");
-}
+/// One optimizer's gradients, parameters and states, read for one step.
+struct ReadStep : PackedTensors {
+  py::list params;          ///< those that have a gradient
+  bool owns_grads = false;  ///< whether the gradients are the parameters' `.grad`
+  UpdateList list{};
+  std::vector<py::object> alive;  ///< states: another thread may replace them in their dict
+  Ranges ranges;                  ///< of all memory; of several optimizers the first one has all
+};
 
-/// Finds the states of parameters. The optimizer's dict mostly has them in the parameters' order,
-/// and a look at the next entry takes a tenth of the time that torch's hash of a tensor does.
-class StateReader {
+/// What is kept of an optimizer between its steps. A step takes the memory of the last one, so that
+/// it allocates nothing, and gives it back at its end: several threads may step one optimizer.
+struct Update {
+  Update(const std::string& rule, bool with_formats) : names(rule), is_lean(with_formats) {}
+
+  RuleNames names;
+  bool is_lean;
+  ReadStep last;
+};
+
+/// Reads one optimizer for one step; throws a Refusal where something does not fit.
+class Reader {
  public:
-  explicit StateReader(PyObject* states) : states_(states) {}
+  Reader(const Backend& backend, const Update& update, PyObject* states, ReadStep& step,
+         Ranges& ranges)
+      : backend_(backend),
+        names_(update.names),
+        is_lean_(update.is_lean),
+        states_(states),
+        step_(step),
+        ranges_(ranges) {}
 
-  PyObject* operator[](PyObject* param) {
+  /// Adds the parameters of a group that have a gradient. `grads` are those of all groups from
+  /// `place` on, or None: each parameter's own.
+  void add_group(PyObject* dict, const py::object& grads, Py_ssize_t& place) {
+    group_ = read_group(names_, is_lean_, dict, backend_);
+    step_.list.groups.push_back(group_.options);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(group_.params); ++i) {
+      const auto param =
+          py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(group_.params, i));
+      const auto grad =
+          grads.is_none()
+              ? grad_of(param)
+              : py::reinterpret_borrow<py::object>(PyList_GET_ITEM(grads.ptr(), place++));
+      if (!grad) throw Refusal{"a parameter is of another type", "halves"};
+      if (grad.is_none()) continue;
+      step_.params.append(param);
+      grads_.append(grad);
+      add(param, grad);
+    }
+  }
+
+ private:
+  void add(py::handle param, py::handle grad) {
+    ParameterView view{};
+    dlpack::Tensor other;
+    if (!read_floats(param, layout_, view.param))
+      throw Refusal{"a parameter's dtype, layout or device"};
+    if (!read_floats(grad, other, view.grad)) throw Refusal{"a gradient's dtype, layout or device"};
+    if (view.grad.format == Format::kFloat16 && !group_.is_fused)
+      throw Refusal{"float16 gradients of an optimizer that is not fused"};
+    view.numel = layout_.numel();
+    if (is_negated(param, view.numel) || is_negated(grad, view.numel))
+      throw Refusal{"a negated view"};
+    view.row = 1;
+    view.group = static_cast<std::uint32_t>(step_.list.groups.size() - 1);
+    step_.add({view.grad.data, view.numel, view.grad.format});
+    const bool counts = names_.rule->counts || is_lean_;
+    if (group_.num_states > 0 || counts) state_ = state_of(param.ptr());
+    if (is_lean_) read_weights(view);
+    for (int s = 0; s < group_.num_states; ++s) {
+      view.states[s] = read_state(s, view);
+      if (is_coded(view.states[s].format) != view.has_codes() ||
+          (!view.has_codes() && view.states[s].format != view.states[0].format))
+        throw Refusal{"the states' dtypes differ"};
+    }
+    if (counts) view.step = read_count();
+    step_.list.parameters.push_back(view);
+  }
+
+  /// Finds a parameter's state. The optimizer's dict mostly has them in the parameters' order, and
+  /// a look at the next entry takes a tenth of the time that torch's hash of a tensor does.
+  PyObject* state_of(PyObject* param) {
     Py_ssize_t next = place_;
     PyObject* name = nullptr;
     PyObject* state = nullptr;
@@ -31,314 +99,180 @@ class StateReader {
       place_ = next;
     else
       state = find(states_, param);
+    if (state == nullptr || !PyDict_Check(state)) throw kNoState;
     return state;
   }
 
- private:
-  PyObject* states_;
-  Py_ssize_t place_ = 0;
-};
-
-/// Prefetches memory in the order in which the last step read it. With thousands of tensors, the
-/// read mostly waits for memory, since the update in between has filled the caches; the caches hold
-/// a few, where prefetching would cost a tenth. Prefetching a stale address does no harm.
-class Prefetcher {
- public:
-  void begin(std::size_t count) {
-    is_worth_it_ = count >= kMany;
-    last_.swap(now_);
-    now_.clear();
-    next_ = 0;
-    while (next_ < kLines && next_ < last_.size()) fetch();
-  }
-  void met(const void* address) {
-    if (!is_worth_it_) return;
-    now_.push_back(address);
-    if (next_ < last_.size()) fetch();
-  }
-  /// torch keeps a tensor's sizes beside its other fields.
-  void met(py::handle tensor, const Strides& layout) {
-    if (!is_worth_it_) return;
-    met(tensor.ptr());
-    const char* sizes = reinterpret_cast<const char*>(layout.shape);
-    for (const int offset : {-2, -1, 0, 1}) met(sizes + offset * kLineBytes);
-  }
-
- private:
-  static constexpr std::size_t kMany = 100;
-  static constexpr int kLineBytes = 64;
-  static constexpr std::size_t kLines = 128;  // about five parameters
-
-  void fetch() { __builtin_prefetch(last_[next_++]); }
-
-  std::vector<const void*> last_;
-  std::vector<const void*> now_;
-  std::size_t next_ = 0;
-  bool is_worth_it_ = false;
-};
-
-/// What a step keeps for the next one of the same optimizer: memory, so that it allocates nothing.
-struct Spare {
-  UpdateList list;
-  std::vector<py::object> states;
-  Prefetcher prefetcher;
-  Ranges ranges;
-};
-
-/// Reads the states of one parameter, and keeps them alive.
-struct StatesOf {
-  const Backend& backend;
-  const Group& group;
-  PyObject* state;
-  const Strides& layout;  ///< the parameter's
-  Spare& spare;
-  std::vector<py::object>& alive;
-
   /// Reads how a lean optimizer keeps the parameter.
   void read_weights(ParameterView& view) {
-    static PyObject* const low = PyUnicode_InternFromString("low");
+    static PyObject* const low = intern("low");
     if (view.param.format == Format::kFloat16) throw Refusal{"a parameter is float16"};
-    std::int64_t row = 1;
-    for (int dim = 1; dim < layout.ndim; ++dim) row *= layout.shape[dim];
+    const std::int64_t rows = layout_.ndim == 0 ? 1 : std::max<std::int64_t>(layout_.shape[0], 1);
+    const std::int64_t row = std::max<std::int64_t>(view.numel / rows, 1);
     if (row >= std::int64_t{1} << 31) throw Refusal{"a parameter's row has 2^31 elements"};
-    view.row = static_cast<std::uint32_t>(std::max<std::int64_t>(row, 1));
-    view.seed = group.seed;
+    view.row = static_cast<std::uint32_t>(row);
+    view.seed = group_.seed;
     if (view.param.format != Format::kBFloat16) return;
-    view.param.is_random = !group.is_exact;
-    if (group.is_exact) {
-      Strides other;
-      view.low = static_cast<std::int16_t*>(bytes_of(low, kByte, other));
-      if (!has_pairs(other)) throw Refusal{"low: its shape or layout"};
-    } else if (find(state, low) != nullptr) {
-      throw Refusal{"low: exact was changed"};
+    view.param.is_random = !group_.is_exact;
+    if (!group_.is_exact) {
+      if (find(state_, low) != nullptr) throw Refusal{"low: exact was changed"};
+      return;
     }
+    // Two neighboring bytes for each element of the parameter, in its order.
+    dlpack::Tensor found;
+    view.low = static_cast<std::int16_t*>(read_as(kByte, low, found));
+    const bool has_pairs = found.ndim > 0 && found.shape[--found.ndim] == 2 &&
+                           (found.strides[found.ndim] == 1 || view.numel == 0);
+    if (!has_pairs || !is_alike(found, layout_, 2)) throw Refusal{"low: its shape or layout"};
   }
 
   /// Reads a state: a lean optimizer's codes and scales, or floats.
-  Stored read(int s, const ParameterView& view, bool is_lean) {
-    const StateNames& names = group.states[s];
-    PyObject* const tensor = find(state, names.state);
-    Strides other;
-    if (is_lean && find(state, names.codes) != nullptr) {
+  Stored read_state(int s, const ParameterView& view) {
+    const RuleNames::OfState& names = *group_.states[s];
+    PyObject* const tensor = find(state_, names.state);
+    Stored stored = group_.formats[s];
+    dlpack::Tensor found;
+    if (is_lean_ && find(state_, names.codes) != nullptr) {
       if (tensor != nullptr) throw Refusal{text(names.state) + " was set beside its codes"};
-      Stored found = group.formats[s];
-      found.data = bytes_of(names.codes, kByte, other);
-      if (!is_alike(other, layout)) throw Refusal{text(names.codes) + ": its shape or layout"};
-      found.scales = static_cast<float*>(bytes_of(names.scales, kFloat32, other));
-      if (other.numel() != view.numel / view.row * Blocks::in_row(view.row))
+      stored.data = read_as(kByte, names.codes, found);
+      if (!is_alike(found, layout_)) throw Refusal{text(names.codes) + ": its shape or layout"};
+      stored.scales = static_cast<float*>(read_as(kFloat32, names.scales, found));
+      if (found.numel() != view.numel / view.row * Blocks::in_row(view.row))
         throw Refusal{text(names.scales) + ": its number of blocks"};
-      return found;
+      return stored;
     }
     if (tensor == nullptr || tensor == Py_None) throw kNoState;
-    const auto found = read_dense(tensor, backend.device, &other);
-    if (!found || !is_alike(other, layout))
+    const bool is_random = stored.is_random;
+    if (!read_floats(tensor, found, stored))
       throw Refusal{text(names.state) + ": its dtype, layout or device"};
-    spare.prefetcher.met(tensor, other);
-    add(tensor, found->data, found->numel * size_of(found->format));
-    const bool is_random =
-        is_lean && found->format == Format::kBFloat16 && group.formats[s].is_random;
-    return {found->data, nullptr, found->format, is_random};
-  }
-
- private:
-  /// Whether a tensor has two neighboring bytes for each element of the parameter, in its order.
-  bool has_pairs(const Strides& found) const {
-    if (found.ndim != layout.ndim + 1 || found.shape[layout.ndim] != 2) return false;
-    for (int dim = 0; dim < layout.ndim; ++dim)
-      if (found.shape[dim] != layout.shape[dim] ||
-          (found.shape[dim] > 1 && found.strides[dim] != 2 * layout.strides[dim]))
-        return false;
-    return found.strides[layout.ndim] == 1 || found.numel() == 0;
-  }
-
-  void* bytes_of(PyObject* name, dlpack::DataType dtype, Strides& found) {
-    PyObject* const tensor = find(state, name);
-    if (tensor == nullptr) throw kNoState;
-    const auto data = read_dense_of(tensor, dtype, backend.device, &found);
-    if (!data) throw Refusal{text(name) + ": its dtype, layout or device"};
-    add(tensor, *data, found.numel() * dtype.bits / 8);
-    return *data;
-  }
-
-  void add(PyObject* tensor, const void* data, std::int64_t nbytes) {
-    spare.ranges.add(data, static_cast<std::size_t>(nbytes));
-    alive.push_back(py::reinterpret_borrow<py::object>(tensor));
-  }
-};
-
-/// One optimizer's gradients, parameters and states, read for one step.
-struct ReadStep : PackedTensors {
-  py::list params;  ///< those that have a gradient
-  bool owns_grads;  ///< whether the gradients are the parameters' `.grad`
-  UpdateList list;
-  std::vector<py::object> states;  ///< kept alive: another thread may replace them in their dict
-};
-
-/// The steps of one optimizer. What it holds between them is taken out by a step and given back at
-/// its end: several threads may step one optimizer.
-class Update {
- public:
-  Update(const std::string& rule, bool is_lean) : rule_(find_rule(rule)), is_lean_(is_lean) {}
-
-  /// Reads the optimizer, or throws a Refusal. `grads` are those of all parameters, in order, or
-  /// None: each parameter's own.
-  ReadStep read(const Backend& backend, const py::object& groups, const py::object& states,
-                const py::object& grads) {
-    Spare spare = std::exchange(spare_, {});
-    ReadStep step;
-    step.list = std::move(spare.list);
-    step.states = std::move(spare.states);
-    step.list.rule = rule_.rule;
-    step.list.groups.clear();
-    step.list.parameters.clear();
-    step.owns_grads = grads.is_none();
-    spare.ranges.clear();
-    read_all(backend, groups, states, grads, spare, step);
-    const bool overlap = !spare.ranges.overlapping().empty();
-    spare_.prefetcher = std::move(spare.prefetcher);
-    spare_.ranges = std::move(spare.ranges);
-    if (overlap) throw Refusal{"tensors share their memory"};
-    return step;
-  }
-
-  /// Updates, and increments the versions of the tensors that are written, as far as the host
-  /// knows.
-  void apply(const Backend& backend, ReadStep& step, const UpdateSpec& spec) {
-    const Launch launch = backend.launch();
-    {
-      const py::gil_scoped_release no_gil;
-      backend.ops.update(step.list, spec, launch);
-    }
-    spare_.list = std::move(step.list);
-    step.states.clear();
-    spare_.states = std::move(step.states);
-    py::list written = std::move(step.params);
-    if (!spec.write_grads && step.owns_grads)
-      for (const py::handle param : written) drop_grad(param);
-    if (!backend.is_apart && spec.found_inf != nullptr && *spec.found_inf != 0) return;
-    const bool scales = spec.factor != nullptr && (backend.is_apart || *spec.factor != 1);
-    if (scales && spec.write_grads)
-      for (const py::handle grad : step.tensors) written.append(grad);
-    increment_versions(written);
-  }
-
-  /// The memory of what was read last.
-  const Ranges& ranges() const { return spare_.ranges; }
-
- private:
-  void read_all(const Backend& backend, const py::object& groups, const py::object& states,
-                const py::object& grads, Spare& spare, ReadStep& step) {
-    if (!PyDict_Check(states.ptr())) throw Refusal{"the optimizer's state is not a dict"};
-    const py::object all = as_list(groups.ptr(), "param_groups");
-    std::vector<Group> found;
-    std::size_t count = 0;
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.ptr()); ++i) {
-      found.push_back(read_group(rule_, is_lean_, PySequence_Fast_GET_ITEM(all.ptr(), i), backend));
-      count += static_cast<std::size_t>(PySequence_Fast_GET_SIZE(found.back().params.ptr()));
-    }
-    py::list own_grads;
-    step.tensors = own_grads;
-    StateReader reader(states.ptr());
-    spare.prefetcher.begin(count);
-    Py_ssize_t place = 0;
-    for (const Group& group : found) {
-      step.list.groups.push_back(group.options);
-      PyObject* const params = group.params.ptr();
-      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); ++i) {
-        const py::handle param = PySequence_Fast_GET_ITEM(params, i);
-        const py::object grad =
-            grads.is_none()
-                ? grad_of(param)
-                : py::reinterpret_borrow<py::object>(PyList_GET_ITEM(grads.ptr(), place++));
-        if (!grad) throw Refusal{"a parameter is of another type", "halves"};
-        if (grad.is_none()) continue;
-        step.params.append(param);
-        own_grads.append(grad);
-        add(backend, group, param, grad, reader, spare, step);
-      }
-    }
-    if (step.params.empty()) throw kNoGradient;
-  }
-
-  void add(const Backend& backend, const Group& group, py::handle param, py::handle grad,
-           StateReader& reader, Spare& spare, ReadStep& step) const {
-    Prefetcher& prefetcher = spare.prefetcher;
-    Strides layout;
-    Strides other;
-    const auto own = read_dense(param, backend.device, &layout);
-    if (!own) throw Refusal{"a parameter's dtype, layout or device"};
-    prefetcher.met(param, layout);
-    const auto its_grad = read_dense(grad, backend.device, &other);
-    if (!its_grad || !is_alike(other, layout))
-      throw Refusal{"a gradient's dtype, layout or device"};
-    if (its_grad->format == Format::kFloat16 && !group.is_fused)
-      throw Refusal{"float16 gradients of an optimizer that is not fused"};
-    prefetcher.met(grad, other);
-    if (is_negated(param, own->numel) || is_negated(grad, own->numel))
-      throw Refusal{"a negated view"};
-    const auto take = [&](const TensorView& view) {
-      spare.ranges.add(view.data, static_cast<std::size_t>(view.numel * size_of(view.format)));
-      return view.data;
-    };
-    ParameterView view{};
-    view.numel = own->numel;
-    view.param = {take(*own), nullptr, own->format, false};
-    view.grad = {take(*its_grad), nullptr, its_grad->format, false};
-    view.row = 1;
-    view.group = static_cast<std::uint32_t>(step.list.groups.size() - 1);
-    step.add(*its_grad);
-    PyObject* state = nullptr;
-    const bool counts = rule_.counts || is_lean_;
-    if (group.num_states > 0 || counts) {
-      state = reader[param.ptr()];
-      if (state == nullptr || !PyDict_Check(state)) throw Refusal{kNoState};
-      prefetcher.met(state);
-    }
-    StatesOf states{backend, group, state, layout, spare, step.states};
-    if (is_lean_) states.read_weights(view);
-    for (int s = 0; s < group.num_states; ++s) {
-      view.states[s] = states.read(s, view, is_lean_);
-      if (is_coded(view.states[s].format) != view.has_codes() ||
-          (!view.has_codes() && view.states[s].format != view.states[0].format))
-        throw Refusal{"the states' dtypes differ"};
-    }
-    if (counts)
-      view.step =
-          static_cast<float*>(take(read_count(backend, group, state, prefetcher, step.states)));
-    step.list.parameters.push_back(view);
+    step_.alive.push_back(py::reinterpret_borrow<py::object>(tensor));
+    stored.is_random = is_random && stored.format == Format::kBFloat16;
+    return stored;
   }
 
   /// Reads the count of steps, which torch keeps on the host unless the group is fused or
   /// capturable. On a device that is apart, Python moves it there.
-  static TensorView read_count(const Backend& backend, const Group& group, PyObject* state,
-                               Prefetcher& prefetcher, std::vector<py::object>& kept) {
-    static PyObject* const name = PyUnicode_InternFromString("step");
-    PyObject* tensor = find(state, name);
+  float* read_count() {
+    static PyObject* const name = intern("step");
+    PyObject* const tensor = find(state_, name);
     if (tensor == nullptr) throw kNoState;
-    const auto is_count = [](const std::optional<TensorView>& view) {
-      return view && view->format == Format::kFloat32 && view->numel == 1;
+    dlpack::Tensor found;
+    const auto is_on = [&](dlpack::Device device) {
+      return read_dense(tensor, device, found) && found.dtype == kFloat32 && found.numel() == 1;
     };
-    Strides layout;
-    const auto found = read_dense(tensor, backend.device, &layout);
-    if (is_count(found)) {
-      prefetcher.met(tensor, layout);
-      kept.push_back(py::reinterpret_borrow<py::object>(tensor));
-      return *found;
-    }
-    if (backend.is_apart && !group.counts_on_device && is_count(read_dense(tensor, kHost)))
-      throw kNoState;
+    if (is_on(backend_.device)) return static_cast<float*>(taken(tensor, found));
+    if (backend_.is_apart && !group_.counts_on_device && is_on(kHost)) throw kNoState;
     throw Refusal{"step: its dtype, layout or device"};
   }
 
-  const Declaration& rule_;
+  /// Reads a tensor of the state, of another dtype than floats of a parameter's shape.
+  void* read_as(dlpack::DataType dtype, PyObject* name, dlpack::Tensor& found) {
+    PyObject* const tensor = find(state_, name);
+    if (tensor == nullptr) throw kNoState;
+    if (!read_dense(tensor, backend_.device, found) || !(found.dtype == dtype))
+      throw Refusal{text(name) + ": its dtype, layout or device"};
+    return taken(tensor, found);
+  }
+
+  /// Reads floats that have the parameter's shape and order of memory, `layout_`.
+  bool read_floats(py::handle tensor, dlpack::Tensor& found, Stored& stored) {
+    if (!read_dense(tensor, backend_.device, found) || !is_alike(found, layout_)) return false;
+    const auto format = format_of(found.dtype);
+    if (!format) return false;
+    stored = {found.data, nullptr, *format, false};
+    ranges_.add(found.data, found.numel() * size_of(*format));
+    return true;
+  }
+
+  void* taken(PyObject* tensor, const dlpack::Tensor& found) {
+    step_.alive.push_back(py::reinterpret_borrow<py::object>(tensor));
+    ranges_.add(found.data, found.numel() * found.dtype.bits / 8);
+    return found.data;
+  }
+
+  const Backend& backend_;
+  const RuleNames& names_;
   bool is_lean_;
-  Spare spare_;
+  PyObject* states_;
+  Py_ssize_t place_ = 0;  // in `states_`
+  ReadStep& step_;
+  py::list grads_{step_.tensors};
+  Ranges& ranges_;
+  Group group_{};
+  PyObject* state_ = nullptr;  // of the parameter
+  dlpack::Tensor layout_{};    // the parameter's
 };
 
-py::object read_step(const Backend& backend, Update& update, const py::object& groups,
+/// One optimizer of a step.
+struct Part {
+  Update& update;
+  ReadStep step;
+};
+
+/// Reads optimizers, each an update, groups and states; leaves those out that have no gradient.
+/// Throws a Refusal if none has one. `grads` are those of all parameters, in order, or None: each
+/// parameter's own.
+std::vector<Part> read_parts(const Backend& backend, const py::list& steps,
+                             const py::object& grads) {
+  std::vector<Part> parts;
+  Ranges ranges;
+  for (const py::handle each : steps) {
+    const auto given = py::reinterpret_borrow<py::tuple>(each);
+    auto& update = given[0].cast<Update&>();
+    ReadStep step = std::exchange(update.last, ReadStep());
+    if (parts.empty()) {
+      ranges = std::move(step.ranges);
+      ranges.clear();
+    }
+    step.tensors = py::list();
+    step.owns_grads = grads.is_none();
+    step.list.rule = update.names.rule->rule;
+    PyObject* const states = PyTuple_GET_ITEM(given.ptr(), 2);
+    if (!PyDict_Check(states)) throw Refusal{"the optimizer's state is not a dict"};
+    Reader reader(backend, update, states, step, ranges);
+    PyObject* const groups = as_list(PyTuple_GET_ITEM(given.ptr(), 1), "param_groups");
+    Py_ssize_t place = 0;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(groups); ++i)
+      reader.add_group(PySequence_Fast_GET_ITEM(groups, i), grads, place);
+    if (!step.params.empty()) parts.push_back({update, std::move(step)});
+  }
+  if (parts.empty()) throw kNoGradient;
+  const bool overlap = !ranges.overlapping().empty();
+  parts.front().step.ranges = std::move(ranges);
+  if (overlap) throw Refusal{"tensors share their memory"};
+  return parts;
+}
+
+/// Updates, and increments the versions of the tensors that are written, as far as the host knows.
+void apply(const Backend& backend, Update& update, ReadStep& step, const UpdateSpec& spec) {
+  const Launch launch = backend.launch();
+  {
+    const py::gil_scoped_release no_gil;
+    backend.ops.update(step.list, spec, launch);
+  }
+  py::list written = std::move(step.params);
+  if (!spec.write_grads && step.owns_grads)
+    for (const py::handle param : written) drop_grad(param);
+  const bool is_known = !backend.is_apart;
+  if (!is_known || spec.found_inf == nullptr || *spec.found_inf == 0) {
+    if (spec.write_grads && spec.factor != nullptr && !(is_known && *spec.factor == 1))
+      for (const py::handle grad : step.tensors) written.append(grad);
+    increment_versions(written);
+  }
+  step.views.clear();
+  step.list.groups.clear();
+  step.list.parameters.clear();
+  step.alive.clear();
+  step.params = py::list();
+  update.last = std::move(step);
+}
+
+py::object read_step(const Backend& backend, const py::object& update, const py::object& groups,
                      const py::object& states, const py::object& grads) {
   try {
-    return py::cast(update.read(backend, groups, states, grads));
+    py::list steps;
+    steps.append(py::make_tuple(update, groups, states));
+    return py::cast(std::move(read_parts(backend, steps, grads).front().step));
   } catch (const Refusal& refusal) {
     return py::make_tuple(refusal.kind, refusal.reason);
   }
@@ -348,34 +282,7 @@ void apply_step(const Backend& backend, Update& update, ReadStep& step, const py
                 const py::object& found_inf, bool zero_grad) {
   const UpdateSpec spec{backend.optional_float(factor, "factor"),
                         backend.optional_float(found_inf, "found_inf"), !zero_grad, true};
-  update.apply(backend, step, spec);
-}
-
-/// One optimizer of a step: its update, and what has been read.
-struct Part {
-  Update& update;
-  ReadStep step;
-};
-
-/// Reads optimizers of one step, those that have a gradient; throws a Refusal if none has.
-std::vector<Part> read_parts(const Backend& backend, const py::list& steps) {
-  static thread_local Ranges ranges;
-  ranges.clear();
-  std::vector<Part> parts;
-  for (const py::handle each : steps) {
-    const auto own = py::reinterpret_borrow<py::tuple>(each);
-    auto& update = own[0].cast<Update&>();
-    try {
-      parts.push_back({update, update.read(backend, own[1], own[2], py::none())});
-    } catch (const Refusal& refusal) {
-      if (refusal.kind != kNoGradient.kind) throw;
-      continue;
-    }
-    if (steps.size() > 1) ranges.add(update.ranges());
-  }
-  if (parts.empty()) throw kNoGradient;
-  if (!ranges.overlapping().empty()) throw Refusal{"tensors share their memory"};
-  return parts;
+  apply(backend, update, step, spec);
 }
 
 /// Reads optimizers, each an update, groups and states; measures all their gradients at once unless
@@ -386,23 +293,23 @@ py::object make_step(const Backend& backend, const py::list& steps, bool measure
                      const py::object& skipped, bool zero_grad) {
   const ClipSpec clip = clip_of(backend, scale, max_norm, true, before, skipped);
   try {
-    std::vector<Part> parts = read_parts(backend, steps);
+    std::vector<Part> parts = read_parts(backend, steps, py::none());
+    ReadStep& first = parts.front().step;
     const bool is_one = parts.size() == 1;
     UpdateSpec spec{nullptr, clip.before, !zero_grad, !measures || !is_one};
-    Measured measured{py::none(), py::none()};
+    py::object stats = py::none();
     if (measures) {
-      PackedTensors all;
+      TensorList all;
       for (const Part& part : parts)
-        if (!is_one) all.join(part.step);
-      measured = measure(backend, is_one ? parts[0].step : all, clip, false,
-                         is_one ? &parts[0].step.list : nullptr);
-      const auto* stats = static_cast<GradStats*>(
-          data_of(measured.stats, kFloat32, kNumStats, backend.device, "stats"));
-      spec.factor = &stats->factor;
-      spec.found_inf = &stats->found_inf;
+        if (!is_one) all.insert(all.end(), part.step.views.begin(), part.step.views.end());
+      const Measured measured =
+          measure(backend, is_one ? first.views : all, clip, false, is_one ? &first.list : nullptr);
+      spec.factor = &measured.values->factor;
+      spec.found_inf = &measured.values->found_inf;
+      stats = measured.stats;
     }
-    for (Part& part : parts) part.update.apply(backend, part.step, spec);
-    return measured.stats;
+    for (Part& part : parts) apply(backend, part.update, part.step, spec);
+    return stats;
   } catch (const Refusal& refusal) {
     return py::make_tuple(refusal.kind, refusal.reason);
   }
@@ -418,9 +325,7 @@ py::dict declarations() {
       if (state.name != nullptr)
         states.append(py::make_tuple(state.name, state.option == nullptr ? "" : state.option));
     py::list options;
-    for (const Number& each : rule.numbers)
-      if (each.name != nullptr) options.append(each.name);
-    for (const Flag& each : rule.flags)
+    for (const Option& each : rule.options)
       if (each.name != nullptr) options.append(each.name);
     found[rule.name] = py::make_tuple(py::tuple(states), rule.counts, rule.first, options);
   }

@@ -15,8 +15,7 @@ namespace fastamp {
 
 constexpr int kThreads = 256;
 
-/// 1,024 threads on a multiprocessor, see vectors.cuh; with three states fewer, else they spill.
-constexpr int blocks_per_processor(int states) { return states < 3 ? 4 : 3; }
+constexpr int kBlocksPerProcessor = 4;  // 1,024 threads, see vectors.cuh
 
 /// One parameter. Its gradient is the last tensor, behind the states.
 template <int kCount>

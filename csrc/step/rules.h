@@ -36,6 +36,10 @@ FASTAMP_HD inline float factor_of(const UpdateSpec& spec) {
 /// Returns the number of a step, which is counted before the update; 0 where nothing is counted.
 FASTAMP_HD inline float step_of(const float* count) { return count == nullptr ? 0.0F : *count; }
 
+FASTAMP_HD inline float sign_of(const GroupOptions& group) {
+  return group.maximize != 0 ? -1.0F : 1.0F;
+}
+
 /// Adds coupled weight decay to a gradient; `sign` is -1 with `maximize`.
 FASTAMP_HD inline float decayed(float grad, float param, float sign, float decay) {
   grad *= sign;
@@ -51,24 +55,37 @@ struct InFormats {
   FASTAMP_HD static constexpr bool is_random(int) { return true; }
 };
 
-/// torch.optim.Adam and AdamW: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. The first
-/// changes by a tenth in a step.
-template <bool kAmsgrad>
+/// Interpolates from the nearer end, as torch.lerp does.
+struct Interpolation {
+  bool from_end;
+  float weight;
+
+  /// Of two weights whose sum is 1.
+  FASTAMP_HD static Interpolation by(double of_end, double of_start) {
+    const bool is_far = !(of_end < 0.5 && of_end > -0.5);
+    return {is_far, static_cast<float>(is_far ? -of_start : of_end)};
+  }
+
+  FASTAMP_HD FASTAMP_INLINE float operator()(float start, float end) const {
+    return (from_end ? end : start) + product(weight, end - start);
+  }
+};
+
+/// torch.optim.Adam and AdamW without amsgrad: exp_avg and exp_avg_sq. The first changes by a tenth
+/// in a step.
 struct Adam : InFormats {
   static constexpr Rule kRule = Rule::kAdam;
-  static constexpr int kStates = kAmsgrad ? 3 : 2;
-  static constexpr bool kIsLean = !kAmsgrad;
+  static constexpr int kStates = 2;
 
   FASTAMP_HD static constexpr Format code_of(int s) {
     return s == 0 ? Format::kSigned8 : Format::kUnsigned8;
   }
   FASTAMP_HD static constexpr bool is_random(int s) { return s > 0; }
 
-  static bool serves(const GroupOptions& group) { return group.amsgrad == kAmsgrad; }
+  static bool serves(const GroupOptions&) { return true; }
 
   struct Terms {
-    bool from_grad;  ///< exp_avg is interpolated from the nearer end, as torch.lerp does
-    float weight1;   ///< of grad - exp_avg
+    Interpolation to_grad;  ///< of exp_avg
     float beta2;
     float weight2;
     float step_size;  ///< lr / (1 - beta1^t) * sqrt(1 - beta2^t)
@@ -80,19 +97,16 @@ struct Adam : InFormats {
 
   FASTAMP_HD static Terms terms(const GroupOptions& group, float step) {
     const auto t = static_cast<std::uint64_t>(step > 0 && step < 1e18F ? step : 0);
-    const double weight1 = 1 - group.beta1;
-    const bool from_grad = weight1 >= 0.5;
     const double kept = product(group.lr, group.weight_decay);
     const double root = sqrt(1 - power(group.beta2, t));
-    return {from_grad,
-            static_cast<float>(from_grad ? -group.beta1 : weight1),
+    return {Interpolation::by(1 - group.beta1, group.beta1),
             static_cast<float>(group.beta2),
             static_cast<float>(1 - group.beta2),
             static_cast<float>(product(group.lr / (1 - power(group.beta1, t)), root)),
             static_cast<float>(product(group.eps, root)),
-            group.maximize ? -1.0F : 1.0F,
-            group.decoupled ? 0.0F : static_cast<float>(group.weight_decay),
-            group.decoupled ? static_cast<float>(1 - kept) : 1.0F};
+            sign_of(group),
+            group.decoupled != 0 ? 0.0F : static_cast<float>(group.weight_decay),
+            group.decoupled != 0 ? static_cast<float>(1 - kept) : 1.0F};
   }
 
   FASTAMP_HD static void apply(const Terms& terms, float grad, float& param, float* states) {
@@ -100,16 +114,9 @@ struct Adam : InFormats {
     float& exp_avg_sq = states[1];
     param = product(param, terms.keep);
     grad = decayed(grad, param, terms.sign, terms.decay);
-    const float from = terms.from_grad ? grad : exp_avg;
-    exp_avg = from + product(terms.weight1, grad - exp_avg);
+    exp_avg = terms.to_grad(exp_avg, grad);
     exp_avg_sq = product(exp_avg_sq, terms.beta2) + product(product(terms.weight2, grad), grad);
-    float largest = exp_avg_sq;
-    if (kAmsgrad) {
-      const float before = states[2];
-      largest = (before > largest || before != before) ? before : largest;  // NaN stays
-      states[2] = largest;
-    }
-    param -= product(terms.step_size, exp_avg) / (sqrtf(largest) + terms.eps);
+    param -= product(terms.step_size, exp_avg) / (sqrtf(exp_avg_sq) + terms.eps);
   }
 };
 
@@ -130,8 +137,8 @@ struct Sgd : InFormats {
   };
 
   FASTAMP_HD static Terms terms(const GroupOptions& group, float) {
-    return {static_cast<float>(group.lr), static_cast<float>(group.momentum), group.nesterov,
-            group.maximize ? -1.0F : 1.0F, static_cast<float>(group.weight_decay)};
+    return {static_cast<float>(group.lr), static_cast<float>(group.momentum), group.nesterov != 0,
+            sign_of(group), static_cast<float>(group.weight_decay)};
   }
 
   FASTAMP_HD static void apply(const Terms& terms, float grad, float& param, float* states) {
@@ -169,7 +176,7 @@ struct Lion : InFormats {
             static_cast<float>(1 - group.beta1),
             static_cast<float>(group.beta2),
             static_cast<float>(1 - group.beta2),
-            group.maximize ? -1.0F : 1.0F,
+            sign_of(group),
             static_cast<float>(1 - product(group.lr, group.weight_decay))};
   }
 
@@ -180,21 +187,6 @@ struct Lion : InFormats {
     const float change = average > 0 ? terms.lr : average < 0 ? -terms.lr : average;  // 0, NaN
     param = product(param, terms.keep) - change;
     exp_avg = product(exp_avg, terms.beta2) + product(grad, terms.weight2);
-  }
-};
-
-/// Interpolates from the nearer end, as torch.lerp does.
-struct Interpolation {
-  bool from_end;
-  float weight;
-
-  FASTAMP_HD static Interpolation by(double to_end) {
-    const bool is_far = !(to_end < 0.5 && to_end > -0.5);
-    return {is_far, static_cast<float>(is_far ? to_end - 1 : to_end)};
-  }
-
-  FASTAMP_HD float operator()(float start, float end) const {
-    return (from_end ? end : start) + product(weight, end - start);
   }
 };
 
@@ -214,8 +206,9 @@ struct MuonMomentum : InFormats {
   };
 
   FASTAMP_HD static Terms terms(const GroupOptions& group, float) {
-    return {Interpolation::by(1 - group.momentum), Interpolation::by(group.momentum),
-            group.nesterov};
+    const double to_grad = 1 - group.momentum;
+    return {Interpolation::by(to_grad, 1 - to_grad), Interpolation::by(group.momentum, to_grad),
+            group.nesterov != 0};
   }
 
   FASTAMP_HD static void apply(const Terms& terms, float grad, float& direction, float* states) {
@@ -248,18 +241,14 @@ struct MuonWrite : InFormats {
   }
 };
 
-constexpr int kMaxOptions = 3;
+constexpr int kMaxOptions = 6;
 
-/// A number among a group's options, and its place; a pair, as betas, has two.
-struct Number {
+/// A number or flag among a group's options, and its place; a pair, as betas, has two. With no
+/// place torch steps unless it is 0.
+struct Option {
   const char* name;
-  double GroupOptions::* place;
-  double GroupOptions::* second = nullptr;  ///< with no place at all, torch steps unless it is 0
-};
-
-struct Flag {
-  const char* name;
-  bool GroupOptions::* place;
+  double GroupOptions::* place = nullptr;
+  double GroupOptions::* second = nullptr;
 };
 
 /// A state of a parameter, which it has if an option is set; null: always.
@@ -276,54 +265,46 @@ constexpr const char* kZerosOfGradient = "zeros of the gradient";
 struct Declaration {
   Rule rule;
   const char* name;
-  Number numbers[kMaxOptions];
-  Flag flags[kMaxOptions];
+  Option options[kMaxOptions];
   State states[kMaxStates];  ///< in the order in which `apply` takes them
   const char* first;
   bool counts;  ///< whether "step" is a count of steps; a lean optimizer's always is
 };
 
 using G = GroupOptions;
-inline const Number kDecay{"weight_decay", &G::weight_decay};
-inline const Number kEps{"eps", &G::eps};
-inline const Flag kMaximize{"maximize", &G::maximize};
+inline const Option kDecay{"weight_decay", &G::weight_decay};
+inline const Option kMaximize{"maximize", &G::maximize};
+inline const Option kBetas{"betas", &G::beta1, &G::beta2};
+inline const Option kMomentum{"momentum", &G::momentum};
+inline const Option kNesterov{"nesterov", &G::nesterov};
+inline const Option kDecoupled{"decoupled_weight_decay", &G::decoupled};
 inline const Declaration kDeclarations[] = {
     {Rule::kAdam,
      "Adam",
-     {kDecay, kEps, {"betas", &G::beta1, &G::beta2}},
-     {kMaximize, {"amsgrad", &G::amsgrad}, {"decoupled_weight_decay", &G::decoupled}},
-     {{"exp_avg"}, {"exp_avg_sq"}, {"max_exp_avg_sq", "amsgrad"}},
+     {kDecay, {"eps", &G::eps}, kBetas, kMaximize, {"amsgrad"}, kDecoupled},
+     {{"exp_avg"}, {"exp_avg_sq"}},
      kZeros,
      true},
     {Rule::kSgd,
      "SGD",
-     {kDecay, {"momentum", &G::momentum}, {"dampening", nullptr}},
-     {kMaximize, {"nesterov", &G::nesterov}},
+     {kDecay, kMomentum, {"dampening"}, kMaximize, kNesterov},
      {{"momentum_buffer", "momentum"}},
      kZerosOfGradient,
      false},
-    {Rule::kLion,
-     "Lion",
-     {kDecay, {"betas", &G::beta1, &G::beta2}},
-     {kMaximize},
-     {{"exp_avg"}},
-     kZeros,
-     true},
+    {Rule::kLion, "Lion", {kDecay, kBetas, kMaximize}, {{"exp_avg"}}, kZeros, true},
     {Rule::kMuonMomentum,
      "Muon, momentum",
-     {{"momentum", &G::momentum}},
-     {{"nesterov", &G::nesterov}},
+     {kMomentum, kNesterov},
      {{"momentum_buffer"}},
      kZerosOfGradient,
      false},
-    {Rule::kMuonWrite, "Muon, write", {kDecay, {"lr_ratio", &G::lr_ratio}}, {}, {}, kZeros, false},
+    {Rule::kMuonWrite, "Muon, write", {kDecay, {"lr_ratio", &G::lr_ratio}}, {}, kZeros, false},
 };
 
 /// Every kind of rule; a new one is added here.
 template <typename Fn>
 FASTAMP_INLINE void for_each_kind(Fn fn) {
-  fn(Adam<false>{});
-  fn(Adam<true>{});
+  fn(Adam{});
   fn(Sgd<false>{});
   fn(Sgd<true>{});
   fn(Lion{});

@@ -57,7 +57,7 @@ __device__ void update_chunk(const Entry<Kind::kStates>& entry, std::int64_t sta
 
 /// One block updates one chunk.
 template <typename Kind, std::size_t kBytes>
-__global__ void __launch_bounds__(kThreads, blocks_per_processor(Kind::kStates))
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     update_kernel(const UpdateTable<Entry<Kind::kStates>, kBytes> __grid_constant__ table,
                   UpdateSpec spec) {
   __shared__ typename Kind::Terms terms;

@@ -10,7 +10,7 @@ namespace fastamp {
 
 enum class Rule : std::uint8_t;  ///< see rules.h
 
-/// The options of one parameter group; those of other optimizers stay 0.
+/// The options of one parameter group; those of other optimizers stay 0. Flags are 0 or 1.
 struct GroupOptions {
   const float* lr_on_device;  ///< address of a learning rate on the tensors' device; null: `lr`
   double lr;
@@ -19,14 +19,13 @@ struct GroupOptions {
   double beta1;
   double beta2;
   double momentum;
-  double lr_ratio;  ///< multiplies the learning rate, but not the weight decay
-  bool decoupled;   ///< weight decay shrinks the parameter, rather than adding to the gradient
-  bool maximize;
-  bool amsgrad;
-  bool nesterov;
+  double lr_ratio;   ///< multiplies the learning rate, but not the weight decay
+  double decoupled;  ///< weight decay shrinks the parameter, rather than adding to the gradient
+  double maximize;
+  double nesterov;
 };
 
-constexpr int kMaxStates = 3;
+constexpr int kMaxStates = 2;
 
 /// A tensor whose values are kept in a format.
 struct Stored {

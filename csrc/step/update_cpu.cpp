@@ -143,19 +143,17 @@ template <typename Kind, bool kWriteGrads>
 FASTAMP_INLINE void update_floats(const typename Kind::Terms& terms, float factor,
                                   std::int64_t numel, float* __restrict__ param,
                                   float* __restrict__ grad, float* __restrict__ state0,
-                                  float* __restrict__ state1, float* __restrict__ state2) {
+                                  float* __restrict__ state1) {
   for (std::int64_t i = 0; i < numel; ++i) {
     const float g = product(grad[i], factor);
     if (kWriteGrads) grad[i] = g;
     float states[kMaxStates] = {Kind::kStates > 0 ? state0[i] : 0,
-                                Kind::kStates > 1 ? state1[i] : 0,
-                                Kind::kStates > 2 ? state2[i] : 0};
+                                Kind::kStates > 1 ? state1[i] : 0};
     float p = param[i];
     Kind::apply(terms, g, p, states);
     param[i] = p;
     if (Kind::kStates > 0) state0[i] = states[0];
     if (Kind::kStates > 1) state1[i] = states[1];
-    if (Kind::kStates > 2) state2[i] = states[2];
   }
 }
 
@@ -198,13 +196,12 @@ FASTAMP_INLINE void update_chunk(const typename Kind::Terms& terms, float factor
     if (view.has_codes()) prefetch_ahead(view, block);  // the others wait for memory all the time
     Values param{view.param, block};
     Values grad{view.grad, block};
-    Values states[kMaxStates] = {
-        {view.states[0], block}, {view.states[1], block}, {view.states[2], block}};
+    Values states[kMaxStates] = {{view.states[0], block}, {view.states[1], block}};
     param.read(buffers[0], view.low);
     grad.read(buffers[1]);
     for (int s = 0; s < Kind::kStates; ++s) states[s].read(buffers[2 + s]);
     update_floats<Kind, kWriteGrads>(terms, factor, block.numel, param.floats, grad.floats,
-                                     states[0].floats, states[1].floats, states[2].floats);
+                                     states[0].floats, states[1].floats);
     if (has_noise) fill_noise(states[0].floats, param.floats, block, view.row, key, noise);
     param.write(noise, 0, view.low);
     if (kWriteGrads) grad.write(noise, 0);

@@ -38,6 +38,12 @@ struct Tensor {
   std::int64_t* shape;
   std::int64_t* strides;  // in elements
   std::uint64_t byte_offset;
+
+  std::int64_t numel() const {
+    std::int64_t found = 1;
+    for (std::int32_t i = 0; i < ndim; ++i) found *= shape[i];
+    return found;
+  }
 };
 
 constexpr bool operator==(DataType a, DataType b) {

@@ -54,12 +54,6 @@ bool is_strided(PyObject* tensor) {
   return layout.ptr() == torch.strided;
 }
 
-std::int64_t count(const dlpack::Tensor& tensor) {
-  std::int64_t numel = 1;
-  for (int i = 0; i < tensor.ndim; ++i) numel *= tensor.shape[i];
-  return numel;
-}
-
 /// Reads a plain tensor that has an address: sparse ones, those on meta, torch's zero tensors and
 /// the like have none.
 FASTAMP_INLINE bool read(py::handle object, dlpack::Tensor& found) {
@@ -72,7 +66,7 @@ FASTAMP_INLINE bool read(py::handle object, dlpack::Tensor& found) {
     return false;
   }
   found.data = static_cast<char*>(found.data) + found.byte_offset;
-  return reinterpret_cast<std::uintptr_t>(found.data) >= kLowestAddress || count(found) == 0;
+  return reinterpret_cast<std::uintptr_t>(found.data) >= kLowestAddress || found.numel() == 0;
 }
 
 bool is_contiguous(const dlpack::Tensor& tensor) {
@@ -80,7 +74,7 @@ bool is_contiguous(const dlpack::Tensor& tensor) {
   int dim = tensor.ndim - 1;
   for (; dim >= 0 && (tensor.shape[dim] == 1 || tensor.strides[dim] == expected); --dim)
     expected *= tensor.shape[dim];
-  return dim < 0 || count(tensor) == 0;
+  return dim < 0 || tensor.numel() == 0;
 }
 
 /// Whether the elements fill their memory without gaps or overlap, in any order of dimensions.
@@ -99,18 +93,6 @@ bool is_dense(const dlpack::Tensor& tensor) {
   return true;
 }
 
-/// Returns a view of the dtypes that the passes handle: floats of 32 or 16 bits.
-std::optional<TensorView> view_of(const dlpack::Tensor& found) {
-  TensorView view{found.data, count(found), Format::kFloat32};
-  if (found.dtype == kBFloat16)
-    view.format = Format::kBFloat16;
-  else if (found.dtype == kFloat16)
-    view.format = Format::kFloat16;
-  else if (!(found.dtype == kFloat32))
-    return std::nullopt;
-  return view;
-}
-
 /// Pinned memory is the host's.
 bool is_on(dlpack::Device found, dlpack::Device wanted) {
   if (wanted.type == dlpack::kCpu)
@@ -126,11 +108,11 @@ bool requires_grad(PyObject* tensor) {
 }
 
 /// Whether a tensor requires grad, or is a negated or conjugated view; integers never are.
-bool has_flags(PyObject* tensor, DataType dtype, std::int64_t numel) {
-  if (dtype.code == dlpack::kInt || dtype.code == dlpack::kUInt || dtype.code == dlpack::kBool)
-    return false;
-  return requires_grad(tensor) || is_negated(tensor, numel) ||
-         (dtype.code == dlpack::kComplex &&
+bool has_flags(PyObject* tensor, const dlpack::Tensor& found) {
+  const std::uint8_t code = found.dtype.code;
+  if (code == dlpack::kInt || code == dlpack::kUInt || code == dlpack::kBool) return false;
+  return requires_grad(tensor) || is_negated(tensor, found.numel()) ||
+         (code == dlpack::kComplex &&
           (calls(torch.is_conj, tensor) || calls(torch.is_neg, tensor)));
 }
 
@@ -174,28 +156,22 @@ bool attach_torch() {
   return true;
 }
 
-std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Strides* strides) {
-  dlpack::Tensor found;
-  if (!read(object, found) || !is_on(found.device, device) || !is_dense(found)) return std::nullopt;
-  if (strides != nullptr) *strides = {found.ndim, found.shape, found.strides};
-  return view_of(found);
+bool read_dense(py::handle object, dlpack::Device device, dlpack::Tensor& tensor) {
+  return read(object, tensor) && is_on(tensor.device, device) && is_dense(tensor);
 }
 
-std::optional<void*> read_dense_of(py::handle object, DataType dtype, dlpack::Device device,
-                                   Strides* strides) {
-  dlpack::Tensor found;
-  if (!read(object, found) || !(found.dtype == dtype) || !is_on(found.device, device) ||
-      !is_dense(found))
-    return std::nullopt;
-  *strides = {found.ndim, found.shape, found.strides};
-  return found.data;
+std::optional<Format> format_of(DataType dtype) {
+  if (dtype == kFloat32) return Format::kFloat32;
+  if (dtype == kBFloat16) return Format::kBFloat16;
+  if (dtype == kFloat16) return Format::kFloat16;
+  return std::nullopt;
 }
 
-bool is_alike(const Strides& one, const Strides& other) {
+bool is_alike(const dlpack::Tensor& one, const dlpack::Tensor& other, std::int64_t times) {
   if (one.ndim != other.ndim) return false;
   for (int dim = 0; dim < one.ndim; ++dim)
     if (one.shape[dim] != other.shape[dim] ||
-        (one.shape[dim] > 1 && one.strides[dim] != other.strides[dim]))
+        (one.shape[dim] > 1 && one.strides[dim] != times * other.strides[dim]))
       return false;
   return true;
 }
@@ -217,33 +193,15 @@ void drop_grad(py::handle tensor) {
     throw py::error_already_set();
 }
 
-bool read_host_tensor(py::handle object, HostTensor& tensor) {
-  dlpack::Tensor found;
-  if (!read(object, found) || !is_on(found.device, kHost)) return false;
-  tensor = {found.data, found.ndim, found.shape, count(found), found.dtype};
-  return is_contiguous(found) && !has_flags(object.ptr(), found.dtype, tensor.numel);
-}
-
-bool read_alike(const py::tuple& samples, const HostTensor& first, const void** rows) {
-  const Py_ssize_t count = PyTuple_GET_SIZE(samples.ptr());
-  for (Py_ssize_t i = 1; i < count; ++i) {
-    PyObject* sample = PyTuple_GET_ITEM(samples.ptr(), i);
-    dlpack::Tensor found;
-    if (!read(sample, found) || !is_on(found.device, kHost) || found.data == nullptr ||
-        !(found.dtype == first.dtype) || found.ndim != first.ndim ||
-        !std::equal(first.shape, first.shape + first.ndim, found.shape) || !is_contiguous(found) ||
-        has_flags(sample, found.dtype, first.numel))
-      return false;
-    rows[i] = found.data;
-  }
-  return true;
+bool read_host_tensor(py::handle object, dlpack::Tensor& tensor) {
+  return read(object, tensor) && is_on(tensor.device, kHost) && is_contiguous(tensor) &&
+         !has_flags(object.ptr(), tensor);
 }
 
 void* data_of(py::handle tensor, DataType dtype, std::int64_t numel, dlpack::Device device,
               const char* argument) {
   dlpack::Tensor found;
-  if (!read(tensor, found) || !(found.dtype == dtype) || !is_dense(found) || count(found) < numel ||
-      !is_on(found.device, device))
+  if (!read_dense(tensor, device, found) || !(found.dtype == dtype) || found.numel() < numel)
     throw py::type_error(std::string(argument) + ": expected a dense float" +
                          std::to_string(dtype.bits) + " tensor of at least " +
                          std::to_string(numel) + " elements on the gradients' device");

@@ -75,8 +75,6 @@ def assert_as_python(script, device, make=Run, **options):
 def test_bias_corrections_count_the_steps_that_were_taken(cls, apart, device):
     run = assert_as_python(lambda run: run.steps(7), device, cls=cls)
     assert run.counts() == [4.0] * 4
-    if cls is ADAMW:
-        assert_as_python(lambda run: run.steps(7), device, amsgrad=True, weight_decay=0.1)
 
 
 def test_parameters_may_take_part_in_some_steps_only(apart, device):

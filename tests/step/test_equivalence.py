@@ -39,8 +39,7 @@ def random_states(kind, group, size, step, generator):
 
     if kind == "SGD":
         return {"momentum_buffer": values()} if group["momentum"] else {}
-    names = ["exp_avg_sq"] + ["max_exp_avg_sq"] * group.get("amsgrad", False)
-    states = {"exp_avg": 0.3 * values()} | {name: values() ** 2 for name in names}
+    states = {"exp_avg": 0.3 * values(), "exp_avg_sq": values() ** 2}
     return {name: (step > 1) * state for name, state in states.items()}
 
 

@@ -54,7 +54,6 @@ PARAMETERS = st.lists(
 ADAM = {
     "betas": st.tuples(st.sampled_from([0.0, 0.4, 0.9]), st.sampled_from([0.0, 0.9, 0.999])),
     "eps": st.sampled_from([1e-8, 0.1]),
-    "amsgrad": st.booleans(),
 }
 OPTIONS = {
     torch.optim.AdamW: ADAM,
@@ -100,7 +99,7 @@ def memory(size, dtype, offset, generator, device):
 
 def states_of(optimizer, group, drawn, random):
     """Return states in a dtype of their own, in the middle of a run."""
-    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group.get("amsgrad", False)
+    names = ["exp_avg", "exp_avg_sq"]
     if isinstance(optimizer, torch.optim.SGD):
         names = ["momentum_buffer"] if group["momentum"] else []
     values = [memory(drawn.size, drawn.state_dtype, drawn.offsets[2], *random) for _ in names]

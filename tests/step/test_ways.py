@@ -43,6 +43,7 @@ def by_both(train, way):
         ("adamw", {"foreach": False}, "foreach=False"),
         ("sgd", {"fused": False}, "fused=False"),
         ("adamw", {"betas": (torch.tensor(0.9), torch.tensor(0.99))}, "betas is not a number"),
+        ("adamw", {"amsgrad": True}, "amsgrad is not 0"),
         ("sgd, nesterov", {"nesterov": False, "dampening": 0.5}, "dampening is not 0"),
     ],
 )

@@ -17,10 +17,7 @@ NUMEL = 20_000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}),
-    "Adam, decay 0.01, amsgrad": (
-        torch.optim.Adam,
-        {"lr": 1e-3, "weight_decay": 0.01, "amsgrad": True},
-    ),
+    "Adam, decay 0.01": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
     "SGD, momentum 0.9": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
 }
 TORCHS = {

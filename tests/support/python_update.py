@@ -93,7 +93,7 @@ def _decayed(grad, param, weight_decay):
     return grad + param * weight_decay if weight_decay else grad
 
 
-def _adam(group, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq=None):
+def _adam(group, step, grad, param, exp_avg, exp_avg_sq):
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     if group["decoupled_weight_decay"]:
         param = param * (1 - lr * group["weight_decay"])
@@ -104,12 +104,10 @@ def _adam(group, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq=None):
     else:
         exp_avg = exp_avg + (grad - exp_avg) * (1 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + (grad * (1 - beta2)) * grad
-    states = [exp_avg, exp_avg_sq]
-    if max_exp_avg_sq is not None:
-        states.append(torch.maximum(exp_avg_sq, max_exp_avg_sq))
     root = math.sqrt(1 - _power(beta2, step))
-    denominator = _root(states[-1]) + group["eps"] * root
-    return [param - (exp_avg * (lr / (1 - _power(beta1, step)) * root)) / denominator, *states]
+    denominator = _root(exp_avg_sq) + group["eps"] * root
+    change = (exp_avg * (lr / (1 - _power(beta1, step)) * root)) / denominator
+    return [param - change, exp_avg, exp_avg_sq]
 
 
 def _sgd(group, _step, grad, param, *buffers):
@@ -121,7 +119,7 @@ def _sgd(group, _step, grad, param, *buffers):
     return [param - grad * float(group["lr"]), *found]
 
 
-_ADAM = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
+_ADAM = {"exp_avg": None, "exp_avg_sq": None}
 # The arithmetic; the states, each with the option that it depends on; whether steps are counted.
 _RULES = {
     "Adam": (_adam, _ADAM, True),

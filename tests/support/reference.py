@@ -157,9 +157,6 @@ def update(
         found = [beta1 * s[0] + (1 - beta1) * g, beta2 * s[1] + (1 - beta2) * g * g]
         sizes = [np.maximum(np.abs(s[0]), (1 - beta1) * size)]
         sizes += [np.maximum(beta2 * s[1], (1 - beta2) * np.abs(g) * size)]
-        if o["amsgrad"]:
-            found.append(np.maximum(found[1], s[2]))
-            sizes.append(np.maximum(sizes[1], s[2]))
         rate = lr / (1 - beta1**step) / (np.sqrt(found[-1] / (1 - beta2**step)) + o["eps"])
         change, in_change = rate * found[0], rate * sizes[0]
         in_change = np.maximum(in_change, np.abs(change) * _ratio(sizes[-1], found[-1]))

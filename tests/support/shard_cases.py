@@ -28,7 +28,7 @@ from fastamp import _ops
 SHAPES = [(1,), (3,), (2, 5), (1003, 7), (64, 130), ()]  # uneven over 4, and empty on some
 RULES = {
     "adamw": (torch.optim.AdamW, {}),
-    "adamw fused": (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+    "adamw fused": (torch.optim.AdamW, {"fused": True, "maximize": True}),
     "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
 }

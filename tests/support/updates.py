@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 SIZES = [(3,), (70, 5), (0,), (1025,), (70_000,)]
 RULES = {
     "adamw": (torch.optim.AdamW, {}),
-    "adamw, amsgrad, maximize": (torch.optim.AdamW, {"amsgrad": True, "maximize": True}),
+    "adamw, maximize": (torch.optim.AdamW, {"maximize": True}),
     "adam, near end": (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.3, 0.99)}),
-    "adam, amsgrad": (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
     "sgd": (torch.optim.SGD, {"weight_decay": 0.1}),
     "sgd, nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
 }
