@@ -20,7 +20,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastamp.bench.pictures import STYLE, Point, draw
+from fastamp.bench.page import STYLE, Point, draw
 from fastamp.bench.race import Interval
 
 if TYPE_CHECKING:

@@ -79,7 +79,8 @@ def test_a_shape_has_the_tensors_that_its_text_says(name, count, numel):
     assert (len(sizes), sum(map(math.prod, sizes))) == (count, numel)
     work = "muon" if name in step_rows.TABLES else "adamw"
     row = step_rows.ROWS[f"{name}/{work}"]
-    assert row.grouped == ("groups" in row.text)
+    made = row.optimizer([torch.nn.Parameter(torch.ones(1)) for _ in range(3)], lr=1.0)
+    assert len(made.param_groups) == (3 if "groups" in row.text else 1)
     if work == "muon":
         matrices = [size for size in sizes[row.tables :] if len(size) == 2]
         assert len(matrices) == (72 if name.startswith("width") else 48)
@@ -96,8 +97,6 @@ def test_a_work_is_the_step_of_its_name():
         assert made.defaults["fused"] is (None if is_open else True)
         assert row.zero_grad == (name.endswith("zero-grad") or bool(ends))
         assert row.scaler != (name.endswith("no-scaler") or bool(ends))
-    grouped = make_side("adamw", grouped=True)[0].optimizer.param_groups
-    assert [len(group["params"]) for group in grouped] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", [name for name in step_rows.WORK if "muon" not in name])
@@ -190,6 +189,7 @@ def test_without_a_scaler_fastamps_optimizer_step_is_timed_against_torchs(monkey
 def test_a_step_in_a_loop_follows_a_pass_of_torch_on_the_next_rows():
     row = step.ROWS["in-a-loop/adamw"]
     side = step.Looped(row, step.draw_grads(row.sizes, "cpu", 0)[0])
+    assert [p.shape for p in side.parameters] == [*map(torch.Size, row.sizes)]
     assert side.parameters[0].abs().max() <= 64**-0.5  # of a model that trains
     seen = []
     for _ in range(2):
@@ -208,21 +208,25 @@ def test_a_step_in_a_loop_follows_a_pass_of_torch_on_the_next_rows():
 # The loader's data
 
 
-def test_the_plain_gather_gives_the_batches_of_default_collate():
-    _, size, make = loader.DATA["tensors"]
-    dataset = make()
-    expected = torch.utils.data.default_collate([dataset[i] for i in range(size)])
-    plain = loader.plain_batches(dataset, size, shuffle=False)
-    loader.check(plain, [expected])
+def test_the_batches_of_every_arm_are_those_of_default_collate():
+    data = {name: (size, make()) for name, (_, size, make) in loader.DATA.items()}
+    for size, dataset in data.values():
+        for batches in loader.make_arms(dataset, size, "cpu", 0).values():
+            assert loader.check(batches, dataset) > 0
+    size, dataset = data["tensors"]
+    batches = loader.make_arms(dataset, size, "cpu", 0)["plain"]
+    rows = torch.cat([batch[1].clone() for batch in batches()])
+    assert len({*rows.tolist()}) == len(rows) == len(dataset) // size * size
     with pytest.raises(AssertionError, match="not equal"):
-        loader.check(plain, [[part + 1 for part in expected]])
-    rows = [batch[0].clone() for batch in loader.plain_batches(dataset, size, shuffle=True)()]
-    assert len(rows) == len(dataset) // size
-    assert not torch.equal(rows[0], expected[0])
+        loader.check(lambda: ([x + 1, y] for x, y in batches()), dataset)
 
 
-def test_a_loader_whose_batches_are_wrong_or_missing_is_not_timed(monkeypatch):
-    monkeypatch.setattr(loader, "fastamp_batches", lambda *_, **__: lambda: iter([]))
+def test_a_loader_whose_batches_are_missing_or_come_twice_is_not_timed(monkeypatch):
+    monkeypatch.setattr(loader, "with_fastamp", lambda *_: [])
     monkeypatch.setattr(loader, "DATA", {"dicts": loader.DATA["dicts"]})
-    with pytest.raises(AssertionError, match="length"):
+    with pytest.raises(AssertionError, match="batches are missing"):
         main(["loader", "--device", "cpu"])
+    _, size, make = loader.DATA["dicts"]
+    first = next(loader.make_arms(dataset := make(), size, "cpu", 0)["torch"]())
+    with pytest.raises(AssertionError, match="batches are missing"):
+        loader.check(lambda: iter([first] * 3), dataset)

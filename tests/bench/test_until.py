@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from fastamp.bench.arms import list_arms
 from fastamp.bench.race import student
 from fastamp.bench.tasks import BrokenTask
+from fastamp.bench.trainer import list_arms
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import until_equal as until
