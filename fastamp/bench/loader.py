@@ -1,10 +1,9 @@
-"""The loader alone: torch's DataLoader against fastamp's, over datasets of three kinds.
+"""The loader alone: torch's DataLoader against fastamp's, over the rows of tensors and over dicts.
 
 Takes a few minutes on two CPU cores.
 """
 
 import argparse
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from fastamp.bench.comparison import PLAIN, run_cases
 from fastamp.bench.race import Case, Plan
@@ -27,20 +26,6 @@ PLAN = Plan(build_s=2.0, limit_s=45.0)
 KEYS = ("input_ids", "mask", "position", "weight", "label")
 
 
-class Slow(Dataset[torch.Tensor]):
-    """Items that take a millisecond, as from a file or a socket."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(1e-3)
-        return torch.full((16,), index)
-
-
 DATA: dict[str, tuple[str, int, Callable[[], Any]]] = {  # the words, the batch size, the dataset
     "tensors": (
         "a TensorDataset of 60,000 x 784 float32, batches of 256",
@@ -52,7 +37,6 @@ DATA: dict[str, tuple[str, int, Callable[[], Any]]] = {  # the words, the batch 
         256,
         lambda: [{key: torch.full((16,), float(i)) for key in KEYS} for i in range(2560)],
     ),
-    "slow": ("items that take 1 ms, batches of 8", 8, partial(Slow, 128)),
 }
 METRICS = "speedup/ or of_plain/ and the data, as in speedup/tensors"
 

@@ -9,14 +9,14 @@ from typing import Any
 from fastamp._progress import progress
 from fastamp.bench import measure, targets
 from fastamp.bench.environment import no_speed_reason
-from fastamp.bench.jobs import JOBS, MAIN, describe, why_none
+from fastamp.bench.jobs import JOBS, MAIN, describe
 from fastamp.bench.measure import MEMORY_KINDS, Results, last_loss, peak_memory, race_task
 from fastamp.bench.options import DEFAULT, number, refuse
 from fastamp.bench.race import UNTOLD, Interval, find_noise
 from fastamp.bench.record import WIDTH, Measurement, Report, Task
 from fastamp.bench.targets import TARGETS, Peaks
 from fastamp.bench.tasks import CONTRACT, EXAMPLE, find_make, with_absolute_path
-from fastamp.bench.trainer import PRECISIONS, Arm, choose_precisions, list_arms, name_of, read_arm
+from fastamp.bench.trainer import PRECISIONS, Arm, choose_precisions, list_arms, read_arm
 
 MAIN_STEPS = 48  # of the first build of the main job
 MEMORY_BATCH = {"cpu": 40, "cuda": None}  # of the main job: activations dominate there
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
             tick()
     gains = targets.measure_gains(found)
     excused = ""
-    if targets.find_precisions(found) == ["fp32"] and "fp32" not in (args.precision or []):
+    if {arm.precision for arm in found.arms} == {"fp32"} and "fp32" not in (args.precision or []):
         excused = no_speed_reason(args.device, "bf16") or "no lower precision was raced"
     batch = args.memory_batch if args.memory_batch not in found.batch_sizes else None
     judged = targets.judge_targets(found, peaks, args.targets, batch=batch, excused=excused)
@@ -106,7 +106,8 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
     if (peak := peaks.get(last)) is not None:
         about: dict[str, Any] = {"arm": last, "unit": " bytes", "is_counted": True}
         more.append(Measurement(name="peak_memory", interval=Interval.exact(peak), **about))
-    more += [*targets.measure_accuracy(found, last), *targets.measure_own(found)]
+    for name in (last, *(arm.name for arm in found.arms if arm.is_own)):
+        more += targets.measure_accuracy(found, name, f"/{name}" if name != last else "")
     scores = {arm: [asdict(score) for score in each] for arm, each in found.scores.items()}
     return Report(
         table=targets.make_rows(found),
@@ -138,7 +139,7 @@ def _notes(args: argparse.Namespace, found: Results, peaks: Peaks) -> list[str]:
         notes.append(f"MiB, {MEMORY_KINDS[args.device]}: {each}")
     notes += [f"{arm}: n/a; {why}"[:WIDTH] for arm, why in found.left_out.items()]
     if not args.targets:  # whose verdicts stand there
-        arm = name_of(targets.find_fastest(found))
+        arm = f"torch {targets.find_fastest(found)}"
         shares = found.shares[arm].items()
         parts = ", ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
         notes.append(f"where a step's time goes, {arm}: {parts}")
@@ -157,27 +158,24 @@ class All:
     @classmethod
     def add_options(cls, add: Callable[..., object]) -> None:
         """Add the options of this command alone."""
-        text = f"some of {', '.join(cls.TASKS)} (default: all of them; images needs Pillow)"
-        add("names", nargs="*", metavar="TASK", help=text)
+        text = f"tasks, as those of train (default: {', '.join(cls.TASKS)})"
+        add("names", nargs="*", default=cls.TASKS, metavar="TASK", help=text)
 
-    @classmethod
-    def prepare(cls, args: argparse.Namespace) -> Task:
+    @staticmethod
+    def prepare(args: argparse.Namespace) -> Task:
         """Return the job and the function that runs it."""
-        without = ["images"] * bool(why_none())
-        names = list(dict.fromkeys(args.names or [n for n in cls.TASKS if n not in without]))
-        for name in names:
-            if name not in cls.TASKS:
-                refuse("TASK", name, f"is none of {', '.join(cls.TASKS)}")
-            find_make(name)
-        return {"tasks": names, "seed": args.seed}, partial(_run_all, args, names)
+        tasks = {name: with_absolute_path(name) for name in args.names}
+        for task in tasks.values():
+            find_make(task)
+        return {"tasks": [*tasks], "seed": args.seed}, partial(_run_all, args, tasks)
 
 
-def _run_all(args: argparse.Namespace, names: list[str]) -> Report:
+def _run_all(args: argparse.Namespace, tasks: dict[str, str]) -> Report:
     found: dict[str, Results] = {}
     gains: list[Measurement] = []
     said = []
-    for name in names:
-        arms = list_arms(name, choose_precisions(args.device), [])
+    for name, task in tasks.items():
+        arms = list_arms(task, choose_precisions(args.device), [])
         announce(name, arms)
         found[name] = each = race_task(arms, args.device, args.seed)
         gains += targets.measure_gains(each, f"{name}/")
@@ -191,7 +189,7 @@ def _run_all(args: argparse.Namespace, names: list[str]) -> Report:
         table=[{"task": n, **row} for n, each in found.items() for row in targets.make_rows(each)],
         races={name: each.race for name, each in found.items()},
         measurements=gains,
-        notes=[f"{name}: {describe(name)}" for name in names],
+        notes=[f"{name}: {describe(name)}" for name in tasks if name in JOBS],
         details={name: {"shares": each.shares} for name, each in found.items()},
         failures=failed,
         sentence="" if failed else sentence,

@@ -24,7 +24,6 @@ SCHEMA_VERSION = 11  # raised when a field of the record is added, removed or ch
 WIDTH = 100  # columns
 MACHINE = ("device", "device_name", "threads")
 BASELINE = "the baseline"  # of a change
-_LARGEST_NBYTES = 2**28  # of a file that is read
 _T = TypeVar("_T")
 
 
@@ -187,8 +186,7 @@ def list_verdicts(record: dict[str, Any]) -> list[str]:
 def read_json(text: str, parse: Callable[[Any], _T], problem: str) -> _T:
     """Return `parse` of a JSON file's content, for argparse; an error's text has `problem`."""
     try:
-        with Path(text).open("rb") as file:
-            return parse(json.loads(file.read(_LARGEST_NBYTES)))
+        return parse(json.loads(Path(text).read_bytes()))
     except (
         *(OSError, ValueError, TypeError, AttributeError),
         *(LookupError, ArithmeticError, RecursionError),

@@ -8,7 +8,7 @@ import numpy as np
 from fastamp.bench.measure import Results, last_loss, limit
 from fastamp.bench.race import LEAST_VALUES, UNTOLD, Interval, estimate, show
 from fastamp.bench.record import Measurement, compare_arms
-from fastamp.bench.trainer import name_of
+from fastamp.bench.trainer import Arm
 
 LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep would count
 REPLACED = ("data", "step", "waits")  # by fastamp; a device that waits does so for both
@@ -26,49 +26,31 @@ NAMES = {  # of the parts of a step but for the model, in a sentence
 }
 
 
-def find_precisions(found: Results) -> list[str]:
-    """Return the precisions that were raced."""
-    return [arm.precision for arm in found.arms if arm.is_ours]
-
-
 def find_fastest(found: Results) -> str:
     """Return the precision in which torch is fastest."""
-    return max(find_precisions(found), key=lambda each: found.race.ratio(name_of(each)).value)
+    ours = [arm for arm in found.arms if arm.is_ours]
+    return max(ours, key=lambda arm: found.race.ratio(arm.base).value).precision
+
+
+def find_base(found: Results, arm: Arm) -> str:
+    """Return the arm that another one is compared with; torch's in FP32 where that is left out."""
+    return arm.base if arm.base in found.race.arms else found.race.arms[0]
 
 
 def measure_gains(found: Results, prefix: str = "") -> list[Measurement]:
-    """Return what each lower precision brings, and what fastamp adds in each precision.
+    """Return what each precision brings, what fastamp adds, and how fast arms of one's own are.
 
     More than what fastamp has replaced can give is noise.
     """
-    base, gains = name_of("fp32"), []
-    for each in find_precisions(found):
-        torch_arm, ours = name_of(each), name_of(each, is_ours=True)
-        if torch_arm != base:
-            gains.append(compare_arms(found.race, f"{prefix}precision/{each}", torch_arm, base))
-        shares = found.shares.get(torch_arm, {})
+    gains = []
+    for arm in found.arms[1:]:
+        base = find_base(found, arm)
+        shares = found.shares.get(base, {}) if arm.is_ours and not found.workers else {}
         most = limit(math.fsum(shares.get(part, 0.0) for part in REPLACED))
-        is_noise = shares and not found.workers and found.race.ratio(ours, torch_arm).value > most
+        is_noise = shares and found.race.ratio(arm.name, base).value > most
         noise = f"noise: at most {most:.2f}x can be gained" if is_noise else ""
-        name = f"{prefix}fastamp/{each}"
-        gains.append(compare_arms(found.race, name, ours, torch_arm, noise=noise))
+        gains.append(compare_arms(found.race, prefix + arm.metric, arm.name, base, noise=noise))
     return gains
-
-
-def measure_own(found: Results) -> list[Measurement]:
-    """Return how many times as fast each arm of one's own is as torch's, and its accuracy."""
-    measured = []
-    for arm in (arm for arm in found.arms if arm.is_own):
-        base = _base_of(found, arm.precision)
-        measured.append(compare_arms(found.race, f"speedup/{arm.name}", arm.name, base))
-        measured += measure_accuracy(found, arm.name, f"/{arm.name}")
-    return measured
-
-
-def _base_of(found: Results, precision: str) -> str:
-    """Return torch's arm in the precision of an arm of one's own."""
-    base = name_of(precision)
-    return base if base in found.race.arms else found.race.arms[0]
 
 
 def measure_accuracy(found: Results, arm: str, ending: str = "") -> list[Measurement]:
@@ -141,10 +123,13 @@ def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | No
 
 def make_rows(found: Results) -> list[dict[str, str]]:
     """Return a row for each precision, and one for each arm of one's own."""
-    pairs = [(p, [name_of(p), name_of(p, is_ours=True)]) for p in find_precisions(found)]
-    rows = [_row(found, name, arms, arms[0]) for name, arms in pairs]
-    own = [arm for arm in found.arms if arm.is_own]
-    return rows + [_row(found, a.name, [a.name], _base_of(found, a.precision)) for a in own]
+    return [
+        _row(found, arm.precision, [arm.base, arm.name], arm.base)
+        if arm.is_ours
+        else _row(found, arm.name, [arm.name], find_base(found, arm))
+        for arm in found.arms
+        if arm.is_ours or arm.is_own
+    ]
 
 
 def _row(found: Results, name: str, arms: list[str], base: str) -> dict[str, str]:
@@ -166,17 +151,17 @@ def _row(found: Results, name: str, arms: list[str], base: str) -> dict[str, str
 
 def say_in_words(found: Results, gains: list[Measurement], peaks: Peaks) -> str:
     """Return what precision brings, what fastamp adds, and what most of a step is."""
-    precisions, fastest = find_precisions(found), find_fastest(found)
-    known = {each.name: each for each in gains}
-    said = [_say_precision(each, known[f"precision/{each}"].interval) for each in precisions[1:]]
+    fastest, known = find_fastest(found), {each.name: each for each in gains}
+    lower = [arm for arm in found.arms[1:] if arm.metric.startswith("precision/")]
+    said = [_say_precision(arm.precision, known[arm.metric].interval) for arm in lower]
     said = said or ["FP32 alone is raced"]
-    saving, _ = _memory_saving(peaks, found.race.arms[0], name_of(precisions[-1]), None)
+    saving, _ = _memory_saving(peaks, found.race.arms[0], lower[-1].name if lower else "", None)
     if saving is not None and abs(saving.value) >= 0.01:
         kind = "less" if saving.value > 0 else "more"
         said[-1] += f" and takes {abs(saving.value) * 100:.0f} % {kind} memory"
-    in_it = f" in {fastest}" * (len(precisions) > 1)
+    in_it = f" in {fastest}" * bool(lower)
     text = f"{', '.join(said)}; {_say_added(known[f'fastamp/{fastest}'])}{in_it}"
-    shares = found.shares[name_of(fastest)]
+    shares = found.shares[f"torch {fastest}"]
     parts = {name: shares[part] for part, name in NAMES.items() if part in shares}
     parts["the model's forward and backward pass"] = shares["forward"] + shares["backward"]
     largest = max(parts, key=lambda name: parts[name])

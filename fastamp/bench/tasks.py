@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 import fastamp
-from fastamp.bench.jobs import JOBS, why_none
+from fastamp.bench.jobs import JOBS
 from fastamp.bench.options import refuse
 from fastamp.data.structure import map_tensors
 from fastamp.step.native import parameters_of
@@ -150,8 +150,6 @@ def find_make(text: str) -> Make:
         BrokenTask: the file or the module cannot be imported.
     """
     if text in JOBS:
-        if text == "images" and (why := why_none()):
-            refuse("task", text, why)
         return JOBS[text]
     place, _, name = (f"{text}:make" if text.endswith(".py") else text).rpartition(":")
     if not place:

@@ -48,11 +48,8 @@ class Arm:
     precision: str = "fp32"
     is_ours: bool = False  # fastamp's loader and step
     is_own: bool = False  # of --arm
-
-
-def name_of(precision: str, *, is_ours: bool = False) -> str:
-    """Return the name of an arm of the task itself."""
-    return f"{'fastamp' if is_ours else 'torch'} {precision}"
+    base: str = ""  # the arm that it is compared with
+    metric: str = ""  # the name of their ratio
 
 
 def read_arm(text: str) -> tuple[str, str]:
@@ -75,13 +72,15 @@ def list_arms(task: str, precisions: list[str], own: list[tuple[str, str]]) -> l
 
     An arm of one's own trains in the last precision with torch's loader and step, as it is written.
     """
-    arms = [
-        Arm(name=name_of(each, is_ours=is_ours), task=task, precision=each, is_ours=is_ours)
-        for each in precisions
-        for is_ours in (False, True)
-    ]
-    last = precisions[-1]
-    return arms + [Arm(name=name, task=made, precision=last, is_own=True) for name, made in own]
+    arms, base = [], ""
+    for each in precisions:
+        about: dict[str, Any] = {"task": task, "precision": each}
+        ours, theirs = f"fastamp {each}", f"torch {each}"
+        arms.append(Arm(name=theirs, base=base, metric=f"precision/{each}", **about))
+        arms.append(Arm(name=ours, base=theirs, metric=f"fastamp/{each}", is_ours=True, **about))
+        base = arms[0].name
+    about = {"precision": precisions[-1], "is_own": True, "base": theirs}
+    return arms + [Arm(name=n, task=made, metric=f"speedup/{n}", **about) for n, made in own]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from support.fake_clock import FakeClock
 
 import fastamp
-from fastamp.bench import gpt, jobs, race
+from fastamp.bench import gpt, race
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 QUICK = ["--rounds", "8"]  # three blocks
@@ -83,17 +83,6 @@ def test_ranks_start_compare_and_leave_none_behind(script, monkeypatch, capsys):
     # The arm, its median, and the collectives of its step.
     rows = re.findall(r"  +(torch|all-reduce|fastamp) +[\d.]+ +(\d) ", capsys.readouterr().out)
     assert rows == [("torch", "2"), ("all-reduce", "1"), ("fastamp", "1")]
-
-
-def test_photographs_are_as_large_as_photographs(tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    jobs.write_photos(tmp_path, 3, 0)
-    files = sorted(tmp_path.glob("*/*.jpg"))
-    assert len({path.read_bytes() for path in files}) == 3
-    for path in files:
-        assert 35_000 < path.stat().st_size < 65_000
-        with image.open(path) as photo:
-            assert photo.size == (500, 375)
 
 
 # The bench measures itself

@@ -78,8 +78,9 @@ def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, m
     new["races"] = {name: race | {"builds": [[[]], [[]]]} for name, race in kept["races"].items()}
     commands = []
 
-    def run(words, *, check):
+    def run(words, *, check, cwd):
         assert check
+        assert (cwd / "benchmarks").is_dir()
         commands.append(words[1:5])
         Path(words[-1]).write_text(json.dumps(new))
 
@@ -109,5 +110,5 @@ def test_a_record_without_a_row_is_refused_by_the_name_of_the_row(front):
     record = json.loads(path.read_text())
     record["measurements"] = [m for m in record["measurements"] if "images" not in m["name"]]
     path.write_text(json.dumps(record))
-    with pytest.raises(SystemExit, match="has no images/fastamp/bf16: --measure jobs"):
+    with pytest.raises(SystemExit, match="has no examples/task_images.py/fastamp/bf16: --measure"):
         front.main(["--check"])

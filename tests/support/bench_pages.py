@@ -84,7 +84,7 @@ DATA = {  # a whole pass in each of the race's rounds
         256,
         lambda: TensorDataset(torch.rand(1000, 3), torch.arange(1000)),
     ),
-    "slow": ("24 items", 8, lambda: loader.Slow(24)),
+    "dicts": ("24 items", 8, lambda: [{"x": torch.full((2,), float(i))} for i in range(24)]),
 }
 
 
