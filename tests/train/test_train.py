@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
-from fastamp.bench.gpt import GPT, Shape
-from fastamp.bench.text import load_corpus
+from fastamp.bench.gpt import GPT, Shape, read_library
 from fastamp.train import random_state
 from fastamp.train.batches import Batches
 from fastamp.train.loop import check_best
@@ -45,7 +44,7 @@ def last(curve):
 
 def test_a_small_gpt_learns_the_interpreters_sources():
     """In nats for a byte: 5.5 is knowing nothing, 3.3 knowing how frequent each byte is."""
-    corpus = load_corpus(None, block_size=32)
+    corpus = read_library()
     torch.manual_seed(0)
     model = GPT(Shape(layers=1, heads=2, width=64, block_size=32))
     data = fastamp.TokenDataset(corpus.train[:40_000], 32)
