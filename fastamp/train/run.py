@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from fastamp.train import ranks
 from fastamp.train.config import TrainConfig
 from fastamp.train.loop import Loop, modes_kept
-from fastamp.train.random_state import all_devices, rng_state, seed_all, set_rng_state
-from fastamp.train.ranks import find_ranks
+from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.result import TrainResult
 
 
@@ -37,7 +38,8 @@ def fine_tune(
     within an epoch, or that a loader without a state draws from a generator of its own.
 
     If the loader has no `state_dict`, as torch's, checkpoints are written at the end of an epoch
-    and of the run: after a signal the last one stands. A longer run begins the next epoch.
+    and of the run, and signals act at once: the last one stands. A longer run begins the next
+    epoch.
 
     Over ranks every rank calls this with the same arguments, and with a model on its device that is
     in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
@@ -96,14 +98,15 @@ def fine_tune(
         if not isinstance(value, kind):
             msg = f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
             raise TypeError(msg)
-    ranks = find_ranks(model)
+    ranks.check_shared(model)
+    if config.chosen_device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # its generators are restored, too
+    rng = rng_state()
     with modes_kept(model):
-        devices = all_devices(begins=config.chosen_device.type != "cpu")
-        rng = rng_state(devices)
-        seed_all(config.seed, ranks.rank)
+        seed_all(config.seed, ranks.rank())
         if not model.training:
             model.train()
         try:
-            return Loop(model, train_data, val_data, config, ranks).train()
+            return Loop(model, train_data, val_data, config).train()
         finally:
-            set_rng_state(rng, devices)
+            set_rng_state(rng)
