@@ -3,7 +3,6 @@
 import math
 import os
 import pickle
-import sys
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing_extensions import Self
 from fastamp.data.checks import as_integer
 from fastamp.data.loader import DataLoader, check_state, find_share_of
 from fastamp.train import ranks
-from fastamp.train.fits import check_equal, check_model, check_parts, names_in
+from fastamp.train.fits import check_equal, check_model, check_parts, describe
 from fastamp.train.folder import Folder
 from fastamp.train.random_state import rng_state, set_rng_state
 from fastamp.train.signals import DEFERRED, Signals
@@ -102,9 +101,6 @@ class Checkpointer:
         best: str | None = None,
         **parts: Any,
     ) -> None:
-        _check_kind("folder", folder, str | os.PathLike, "a path")
-        _check_kind("model", model, nn.Module, "a torch.nn.Module")
-        _check_kind("optimizer", optimizer, Optimizer | None, "a torch.optim.Optimizer or None")
         is_path = "://" not in os.fspath(folder)
         _expect("folder", folder, "a path of a mounted file system", fine=is_path)
         as_integer("keep", keep, least=1, optional=False)
@@ -149,7 +145,6 @@ class Checkpointer:
             CheckpointError: a state holds an object that could not be read back, since it is
                 neither a tensor nor a plain value; or the model's leaves out a parameter that is
                 trained, or a persistent buffer. The other checkpoints are unchanged.
-            TypeError: `metric` is no number.
             ValueError: the folder has a checkpoint of a later step, which was not restored; or
                 `step` or `every` is too small, or no integer.
         """
@@ -191,7 +186,7 @@ class Checkpointer:
         known = {*self._parts, "rng"}
         _expect("only", only, f"names of {sorted(known)}", fine=only is None or known >= {*only})
         ranks.meet("restore")
-        state = self._read_newest(only)
+        state, damage = self._read_newest(only)
         if state is not None and best:
             if state["best"] is None:
                 needs = "Checkpointer(best=...) and save(metric=...)"
@@ -200,6 +195,9 @@ class Checkpointer:
             state = ranks.together(self._read, state["best"]["step"], only)
         if state is None:
             return None
+        if damage and ranks.rank() == 0:
+            resumed = self._folder.path_of(state["step"])
+            warnings.warn(f"{damage}; resumed from {resumed}", stacklevel=2)
         self._folder.go_back(state["step"])
         self._newest, self._best = state["step"], state["best"]
         # First the loader: it refuses the state of another one, and nothing has changed then.
@@ -252,12 +250,12 @@ class Checkpointer:
         """Return the state that is the same on all ranks, and what is this rank's own."""
         best = self._best
         if metric is not None and self._mode is not None:
-            number = _as_number(metric)
+            number = float(metric.item() if isinstance(metric, Tensor) else metric)
             # NaN is not better.
             before = _SIGNS[self._mode] * math.inf if best is None else best["metric"]
             if _SIGNS[self._mode] * (before - number) > 0:
                 best = {"step": step, "metric": number, "mode": self._mode}
-        state = {"step": step, "best": best, "kinds": self._kinds(), "names": self._names()}
+        state = {"step": step, "best": best, **describe(self._parts)}
         states = {name: part.state_dict() for name, part in self._parts.items()}
         if left_out := find_left_out(self._parts["model"], states["model"]):
             more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
@@ -281,8 +279,8 @@ class Checkpointer:
             finally:
                 part.unlink(missing_ok=True)
 
-    def _read_newest(self, only: Collection[str] | None) -> dict[str, Any] | None:
-        """Return the state of the newest whole checkpoint, after a check that it fits."""
+    def _read_newest(self, only: Collection[str] | None) -> tuple[dict[str, Any] | None, str]:
+        """Return the state of the newest whole checkpoint, and the damage of newer ones."""
         problems: list[str] = []
         state: dict[str, Any] | None = None
         step = ranks.first(self._folder.newest)
@@ -292,14 +290,11 @@ class Checkpointer:
             except DamagedError as error:  # noqa: PERF203 - one pass, unless there is damage
                 problems.append(str(error))
                 step = ranks.first(self._folder.newest, step)
-        if problems and state is None:
-            msg = f"{'; '.join(problems)}; there is no whole one; another folder starts anew"
+        damage = "; ".join(problems)
+        if damage and state is None:
+            msg = f"{damage}; there is no whole one; another folder starts anew"
             raise CheckpointError(msg)
-        if problems:
-            text = f"{'; '.join(problems)}; resumed from {self._folder.path_of(step)}"
-            # The filter may make the warning an error.
-            ranks.first(lambda: warnings.warn(text, stacklevel=_level_outside()))
-        return state
+        return state, damage
 
     def _read(self, step: int, only: Collection[str] | None) -> dict[str, Any]:
         """Return a step's state; the first rank compares the checksums."""
@@ -316,13 +311,13 @@ class Checkpointer:
 
     def _check(self, state: dict[str, Any], only: Collection[str] | None, *, as_many: bool) -> None:
         """Raise a ValueError that says why a checkpoint cannot be resumed; nothing changes."""
-        chosen, names = self._chosen(only), self._names()
-        check_parts(state["kinds"], self._kinds(), chosen, takes_all=only is None)
+        chosen, own = self._chosen(only), describe(self._parts)
+        check_parts(state["kinds"], own["kinds"], chosen, takes_all=only is None)
         for name, part in chosen.items():
             if isinstance(part, nn.Module):
                 check_model(state[name], part.state_dict(), name)
             elif isinstance(part, Optimizer):
-                check_equal(state["names"][name], names[name])
+                check_equal(state["names"][name], own["names"][name])
             elif hasattr(part, "check_state_dict"):
                 part.check_state_dict(state[name])
         best = state["best"]
@@ -339,50 +334,16 @@ class Checkpointer:
         """Return the parts to restore."""
         return {n: part for n, part in self._parts.items() if only is None or n in only}
 
-    def _kinds(self) -> dict[str, str]:
-        """Return the classes of the parts; FSDP2 renames those of modules."""
-        return {
-            name: "Module" if isinstance(part, nn.Module) else type(part).__name__
-            for name, part in self._parts.items()
-        }
-
-    def _names(self) -> dict[str, dict[str, str | None]]:
-        """Return the names of the parameters of each optimizer."""
-        optimizers = {n: part for n, part in self._parts.items() if isinstance(part, Optimizer)}
-        return {n: names_in(n, optimizer, self._parts) for n, optimizer in optimizers.items()}
-
-
-def _level_outside() -> int:
-    """Return the `stacklevel` of a warning, for its caller, of the code that has called fastamp."""
-    package, frame, level = f"{Path(__file__).parents[1]}{os.sep}", sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _check_kind(name: str, value: Any, kind: Any, expected: str) -> None:
-    if not isinstance(value, kind):
-        msg = f"{name}: expected {expected}, got {type(value).__name__}"
-        raise TypeError(msg)
-
 
 def _check_part(name: str, part: Any) -> None:
     _expect(name, name, "another name: checkpoints use this one", fine=name not in _OWN_NAMES)
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-        remedy = "; fastamp.DataLoader has both" if name == "loader" else ""
-        wanted = f"expected an object with state_dict and load_state_dict{remedy}"
-        msg = f"{name}: {wanted}, got {type(part).__name__}"
+        wanted = "expected an object with state_dict and load_state_dict"
+        remedy = ", as fastamp.DataLoader" if name == "loader" else ""
+        msg = f"{name}: {wanted}{remedy}, got {type(part).__name__}"
         raise TypeError(msg)
     if isinstance(part, DataLoader):
         check_state(part)
-
-
-def _as_number(metric: Any) -> float:
-    try:
-        return float(metric.detach() if isinstance(metric, Tensor) else metric)
-    except (TypeError, ValueError) as error:
-        msg = f"metric: expected a number, got {metric!r}"
-        raise TypeError(msg) from error
 
 
 def _expect(name: str, value: Any, expected: str, *, fine: bool) -> None:

@@ -48,19 +48,27 @@ def check_model(saved: dict[str, Any], own: dict[str, Any], part: str) -> None:
         raise ValueError(msg)
     tensors = [k for k, v in own.items() if isinstance(v, Tensor) and not is_lazy(v)]
     tensors = [k for k in tensors if not k.endswith("_extra_state")]  # the model's own business
-    check_equal(*({k: _describe(each[k]) for k in tensors} for each in (saved, own)))
+    check_equal(*({k: _format(each[k]) for k in tensors} for each in (saved, own)))
 
 
-def names_in(part: str, optimizer: Optimizer, parts: dict[str, Any]) -> dict[str, str | None]:
-    """Return the names of an optimizer's parameters by their places, as torch restores states."""
-    names: dict[int, str] = {}
-    for holder, module in parts.items():
+def describe(parts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the class names of parts, and the names of each optimizer's parameters by place.
+
+    FSDP2 renames the classes of modules. torch restores the states of parameters by place.
+    """
+    kinds, names = {}, {}
+    own: dict[int, str] = {}
+    for part, module in parts.items():
+        kinds[part] = "Module" if isinstance(module, nn.Module) else type(module).__name__
         for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
-            names.setdefault(id(parameter), name if holder == "model" else f"{holder}.{name}")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {f"{part}[{place}]": names.get(id(p)) for place, p in enumerate(parameters)}
+            own.setdefault(id(parameter), name if part == "model" else f"{part}.{name}")
+    for part, optimizer in parts.items():
+        if isinstance(optimizer, Optimizer):
+            placed = enumerate(p for group in optimizer.param_groups for p in group["params"])
+            names[part] = {f"{part}[{place}]": own.get(id(p)) for place, p in placed}
+    return {"kinds": kinds, "names": names}
 
 
-def _describe(value: Any) -> str:
+def _format(value: Any) -> str:
     """Return a tensor's dtype and shape, or the value."""
     return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else short(value)

