@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from support.drawn import EXAMPLES, hypothesis
-from support.python_update import PythonScaler
+from support.python_update import PythonScaler, rule_of
 from support.updates import everything
 
 import fastamp
@@ -100,17 +100,13 @@ def memory(size, dtype, offset, generator, device):
 
 def states_of(optimizer, group, drawn, random):
     """Return states in a dtype of their own, in the middle of a run."""
-    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group.get("amsgrad", False)
-    if isinstance(optimizer, torch.optim.SGD):
-        names = ["momentum_buffer"] if group["momentum"] else []
-    values = [memory(drawn.size, drawn.state_dtype, drawn.offsets[2], *random) for _ in names]
-    states: dict[str, Any] = {
-        name: value.abs_() if name.endswith("sq") else value
-        for name, value in zip(names, values, strict=True)
-    }
-    if isinstance(optimizer, torch.optim.SGD):
-        return states
-    return states | {"step": torch.tensor(3.0, device=random[1])}
+    _, names, counts = rule_of(optimizer)
+    states: dict[str, Any] = {"step": torch.tensor(3.0, device=random[1])} if counts else {}
+    for name, option in names.items():
+        if option is None or group[option]:
+            value = memory(drawn.size, drawn.state_dtype, drawn.offsets[2], *random)
+            states[name] = value.abs_() if name.endswith("sq") else value
+    return states
 
 
 def make(cls, options, drawn, run, random):
