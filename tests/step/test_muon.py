@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import warnings
 
 import pytest
@@ -334,13 +335,13 @@ def with_memory_that_overlaps(parameters, _):
         (with_hook, ""),
         (with_patch, ""),
         (with_newer_option, "fastamp does not know Muon's maximize"),
-        (with_another_order, "a matrix or gradient is not contiguous"),
-        (with_another_order_of_a_gradient, "a matrix or gradient is not contiguous"),
-        (with_an_empty_one, "a parameter is no matrix"),
+        (with_another_order, "is not contiguous"),
+        (with_another_order_of_a_gradient, "is not contiguous"),
+        (with_an_empty_one, "no .*matrix"),
         (with_float64, NOT_PACKED),
         (with_shared_memory, NOT_PACKED),
         (with_memory_that_overlaps, NOT_PACKED),
-        (with_option("adjust_lr_fn", "none of these"), "adjust_lr_fn='none of these'"),
+        (with_option("adjust_lr_fn", "none of these"), "adjust_lr_fn"),
     ],
 )
 def test_what_fastamp_does_not_know_is_torchs(change, reason, compiled):
@@ -352,7 +353,8 @@ def test_what_fastamp_does_not_know_is_torchs(change, reason, compiled):
             if step == 0 or change is with_another_order_of_a_gradient:
                 change(parameters, optimizer)
             if is_ours:
-                assert fastamp.optimizer_step(optimizer, 1.0).way.startswith(f"torch's: {reason}")
+                way = fastamp.optimizer_step(optimizer, 1.0).way
+                assert re.match(f"torch's: .*{reason}", way)
             else:
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
