@@ -20,7 +20,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastamp.bench.pictures import STYLE, Point, draw
+from fastamp.bench.page import STYLE, Point, draw
 from fastamp.bench.race import Interval
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ BEGIN, END = "<!-- by benchmarks/front_page.py -->\n", "<!-- end -->\n"
 COMMANDS = {  # of the bench, by the record that has their rows
     "step": "step",
     "loader": "loader",
-    "jobs": "all",
+    "jobs": "all small-gpt mlp rl examples/task_images.py",
 }
 
 
@@ -52,9 +52,10 @@ def _alone(command: str, race: str, text: str, base: str, metric: str = "speedup
     return Row(text, base, command, race, (f"{metric}/{race}",))
 
 
-def _task(name: str, text: str) -> Row:
-    metrics = (f"{name}/fastamp/bf16", f"{name}/fastamp/fp32")
-    return Row(f"`{name}`: {text}", "", "jobs", name, metrics)
+def _task(name: str, text: str, task: str = "") -> Row:
+    task = task or name
+    metrics = (f"{task}/fastamp/bf16", f"{task}/fastamp/fp32")
+    return Row(f"`{name}`: {text}", "", "jobs", task, metrics)
 
 
 BY_HAND = "`index_select`, by hand"
@@ -69,7 +70,7 @@ GROUPS = {
     "A whole training": [
         _task("small-gpt", "two layers, 8 x 64 bytes"),
         _task("mlp", "784-256-10, batches of 256"),
-        _task("images", "256 JPEGs to 224x224, 8"),
+        _task("images", "256 JPEGs to 224x224, 8", "examples/task_images.py"),
     ],
 }
 ON_A_GPU = {  # rows of `bench step`, of which on_gpu.sh keeps the text
@@ -208,7 +209,7 @@ def measure(command: str) -> str:
     """Run a command of the bench, and keep its record without the rounds; return why not, or ""."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         words = [*COMMANDS[command].split(), "--device", "cpu", "--json", file.name]
-        subprocess.run([sys.executable, "-I", "-m", "fastamp.bench", *words], check=True)
+        subprocess.run([sys.executable, "-I", "-m", "fastamp.bench", *words], check=True, cwd=ROOT)
         record = json.loads(Path(file.name).read_text(encoding="utf-8"))
     if record["noise"]:
         return f"{command}: {record['noise']}; nothing is kept"

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
 import fastamp
-from fastamp.bench.jobs import language
+from fastamp.bench import gpt
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.tasks import Training, compute_loss, draw, make_loader, make_training
 from fastamp.timer.timer import align
@@ -47,8 +47,8 @@ class Work(NamedTuple):
 
 
 JOBS = {
-    "gpt": Work(language.SHAPES["cpu"], 8, autocast=False),
-    "main": Work(language.MAIN_SHAPES["cpu"], 4, autocast=True),
+    "gpt": Work(gpt.SHAPES["cpu"], 8, autocast=False),
+    "main": Work(gpt.MAIN_SHAPES["cpu"], 4, autocast=True),
 }
 WARMUP = 0.05  # of all steps
 EVALUATIONS = 20  # in a training
@@ -103,9 +103,9 @@ def train(
 def run(job: str, seeds: int, steps: int, arms: Sequence[str]) -> Losses:
     """Train the arms of a job with each seed."""
     work, losses = JOBS[job], {name: [] for name in arms}
-    rate = language.LEARNING_RATE * 256 / work.shape.width
+    rate = gpt.LEARNING_RATE * 256 / work.shape.width
     for seed in range(seeds):
-        made = partial(language.make_model, shape=work.shape, batch_size=work.batch_size)
+        made = partial(gpt.make_model, shape=work.shape, batch_size=work.batch_size)
         training = make_training(lambda _, own, made=made: made(own), "cpu", seed)
         for name in arms:
             losses[name].append(

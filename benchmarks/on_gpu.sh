@@ -184,7 +184,7 @@ for part in "${wanted[@]}"; do
     nvml) parts nvml 30 nvml ;;
     failed) parts failed 30 failed-kernel ;;
     rows) parts rows 480 bench step --skip 3 --limit 480 ;;
-    jobs) parts jobs 480 bench train small-gpt lora mlp cnn --limit 480 ;;
+    jobs) parts jobs 480 bench train small-gpt mlp rl --limit 480 ;;
   esac
 done
 echo "$SECONDS s; not passed: ${failed[*]-none}"

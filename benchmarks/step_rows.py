@@ -217,14 +217,22 @@ WORK = {
 }
 
 
+def _in_groups(
+    make: Callable[..., torch.optim.Optimizer], parameters: Sequence[Tensor], **options: Any
+) -> torch.optim.Optimizer:
+    """Make each parameter a group of its own."""
+    return make([{"params": [each]} for each in parameters], **options)
+
+
 def make_row(shape: str, work: str) -> LabRow:
     """Return a row."""
     text, sizes = SHAPES[shape]
+    row = WORK[work]
     return replace(
-        WORK[work],
+        row,
+        optimizer=partial(_in_groups, row.optimizer) if "gx" in shape else row.optimizer,
         text=f"{text}; {work}",
         sizes=sizes,
-        grouped="gx" in shape,
         dtype=torch.bfloat16 if shape.endswith("-bf16") else torch.float32,
         tables=TABLES.get(shape, 0),
     )

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fastamp.bench.arms import Arm, choose_precisions, list_arms, read
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import CONFIDENCE, SAID, UNTOLD, Interval, show, student
-from fastamp.bench.tasks import expect, find_make, make_training, with_absolute_path
-from fastamp.bench.trainer import Runner, Trainer
+from fastamp.bench.tasks import expect, with_absolute_path
+from fastamp.bench.trainer import Arm, Trainer, choose_precisions, list_arms, read_arm
 from fastamp.timer.timer import align
 
 if TYPE_CHECKING:
@@ -99,17 +98,17 @@ def train(arms: list[Arm], seed: int, steps: int, target: float) -> Seed:
     The first arm stops after its steps where no loss is a target, and else after MOST times them.
     """
     device, reference = "cuda" if torch.cuda.is_available() else "cpu", arms[0].name
-    runners = {arm.name: Runner(arm, device, seed) for arm in arms}
-    judge = Trainer(arms[0], make_training(find_make(arms[0].task), device, seed), device)
-    curves = {name: Curve(losses=[_score(judge, each.trainer)]) for name, each in runners.items()}
+    trainers = {arm.name: Trainer(arm, device, seed) for arm in arms}
+    judge = Trainer(arms[0], device, seed)
+    curves = {name: Curve(losses=[_score(judge, each)]) for name, each in trainers.items()}
     most = steps if target == -math.inf else MOST * steps
-    live, rng, part = [*runners], np.random.default_rng(seed), max(round(steps / PARTS), 1)
+    live, rng, part = [*trainers], np.random.default_rng(seed), max(round(steps / PARTS), 1)
     while live:
         for name in rng.permutation(live).tolist():
-            runner = runners[name]
-            elapsed_s = _time_visit(runner, device)
-            curves[name].add(runner.steps, elapsed_s, _score(judge, runner.trainer))
-            runner.steps = part  # after the first visit, of one step
+            trainer = trainers[name]
+            elapsed_s = _time_visit(trainer, device)
+            curves[name].add(trainer.steps, elapsed_s, _score(judge, trainer))
+            trainer.steps = part  # after the first visit, of one step
         crossed = curves[reference].cross(target)
         for name in [*live]:
             is_late = curves[reference].steps[-1] >= most
@@ -120,12 +119,12 @@ def train(arms: list[Arm], seed: int, steps: int, target: float) -> Seed:
     return curves
 
 
-def _time_visit(runner: Runner, device: str) -> float:
-    runner.prepare()
+def _time_visit(trainer: Trainer, device: str) -> float:
+    trainer.prepare()
     synchronize = torch.get_device_module(device).synchronize
     synchronize()
     start_s = perf_counter()
-    runner.visit()
+    trainer.visit()
     synchronize()
     return perf_counter() - start_s
 
@@ -195,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("task", help="as for the bench; its evaluate returns the loss")
-    add("arms", nargs="*", type=read, metavar="NAME=FILE.py:make", help="more arms")
+    add("arms", nargs="*", type=read_arm, metavar="NAME=FILE.py:make", help="more arms")
     add("--steps", type=number(int, 3), default=STEPS, help=f"of the first arm {DEFAULT}")
     add("--seeds", type=number(int, 2), default=SEEDS, help=DEFAULT)
     add("--loss", type=float, help="the target")

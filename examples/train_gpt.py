@@ -7,6 +7,7 @@ several processes: `torchrun --nproc-per-node 2 examples/train_gpt.py --parallel
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Subset
 
 import fastamp
-from fastamp.bench.gpt import GPT, Shape
-from fastamp.bench.text import load_corpus
+from fastamp.bench.gpt import GPT, Shape, load_corpus, read_library
 
 VALIDATION_WINDOWS = 64
 
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--data", help="a file or a folder; the last tenth is held out")
+    parser.add_argument("--data", type=Path, help="a file or a folder; the last tenth is held out")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
@@ -41,7 +41,10 @@ def parse_options():
 
 def load_data(path, block_size):
     """Return all windows of bytes to train on, and some to evaluate on."""
-    corpus = load_corpus(path, block_size=block_size)
+    corpus = read_library()
+    if path is not None:
+        found = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        corpus = load_corpus(found or [path])
     held_out = fastamp.TokenDataset(corpus.validation, block_size)
     stride = -(-len(held_out) // VALIDATION_WINDOWS)
     chosen = Subset(held_out, range(0, len(held_out), stride))

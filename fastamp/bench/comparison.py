@@ -1,6 +1,8 @@
-"""Callables of a program of one's own, raced in turn as the bench races its arms."""
+"""Tables of races: a command's own cases, and the callables of a program of one's own."""
 
-from collections.abc import Callable, Mapping
+import argparse
+import gc
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -8,12 +10,90 @@ from typing import Any, NamedTuple
 import torch
 
 from fastamp._progress import progress
-from fastamp.bench.race import UNTOLD, Case, Plan, Race, find_noise, run_race, show
+from fastamp.bench import apart
+from fastamp.bench.race import (
+    UNTOLD,
+    Build,
+    Case,
+    Plan,
+    Race,
+    collect,
+    find_noise,
+    run_build,
+    run_race,
+    show,
+)
+from fastamp.bench.record import Report, compare_arms
 from fastamp.timer.timer import align
 
 VISIT_S = 0.01  # of a callable, about: short ones are called several times
 MOST_CALLS = 50
 PLAN = Plan(build_s=1.0, limit_s=60.0)
+PLAIN = "plain"  # the arm that does the same work in the plainest way
+
+Details = dict[str, dict[str, float]]  # more figures of each arm, by name
+
+
+def run_cases(
+    args: argparse.Namespace,
+    plan: Plan,
+    names: Collection[str],
+    make: Callable[[str], Case],
+    notes: list[str],
+    details: Callable[[Race], Details] = lambda _: {},
+) -> Report:
+    """Race the arms of each case; `make`, which can be pickled, builds it in fresh processes."""
+    with progress(plan.builds[-1]) as tick:
+
+        def build(unfinished: list[str], number: int) -> dict[str, Build]:
+            more = (plan, args.device, args.seed, unfinished, number)
+            return apart.run_apart(_build_cases, make, *more)
+
+        races = collect(build, names, plan, is_apart=True, tick=tick)
+    known, rows, found = {}, [], []
+    for name, race in races.items():
+        base, last = race.arms[0], race.arms[-1]
+        known[name] = details(race)
+        for arm in race.arms:
+            time_s = race.quartiles_s(arm)[1]
+            rates = {n: amount / time_s for n, amount in race.builds[0].found.items()}
+            known[name][arm] = {**rates, **known[name].get(arm, {})}
+            rows.append(_row(name, arm, race, known[name][arm]))
+        for arm in race.arms[1:]:
+            metric = f"speedup/{name}" if arm == last else f"speedup/{name}/{arm}"
+            found.append(compare_arms(race, metric, arm, base))
+        if PLAIN in race.arms:
+            found.append(compare_arms(race, f"of_plain/{name}", last, PLAIN))
+    return Report(table=rows, races=races, measurements=found, notes=notes, details=known)
+
+
+def _build_cases(
+    make: Callable[[str], Case], plan: Plan, device: str, seed: int, names: list[str], number: int
+) -> dict[str, Build]:
+    """Build each case, one after the other, and time it."""
+    builds = {}
+    for name in names:
+        case = make(name)
+        builds[name] = run_build(case, plan, device=device, seed=seed * 1000 + number)
+        builds[name].found = dict(case.amounts)
+        del case
+        gc.collect()
+    return builds
+
+
+def _row(name: str, arm: str, race: Race, figures: dict[str, float]) -> dict[str, str]:
+    figures = {"median ms": 1e3 * race.quartiles_s(arm)[1], **figures}
+    row = {"race": name, "arm": arm, "builds": str(len(race.builds))}
+    row |= {key: show(x, ".0f" if x >= 1000 else ".3f") for key, x in figures.items()}
+    row["speed-up [95 %]"] = race.ratio(arm).text(".3f", "x")
+    if PLAIN in race.arms:
+        is_last = arm == race.arms[-1]
+        row["of plain [95 %]"] = race.ratio(arm, PLAIN).text(".3f", "x") if is_last else ""
+    return row | {"verdict": _judge(race, arm) if arm != race.arms[0] else ""}
+
+
+def _judge(race: Race, arm: str, base: str | None = None) -> str:
+    return UNTOLD if find_noise({"": race}) else race.ratio(arm, base).verdict
 
 
 class Ratio(NamedTuple):
@@ -43,18 +123,16 @@ class Comparison:
                 msg = f"{each!r} is none of {', '.join(self._race.arms)}"
                 raise KeyError(msg)
         found = self._race.ratio(name, base)
-        verdict = UNTOLD if find_noise({"": self._race}) else found.verdict
-        return Ratio(found.value, found.low, found.high, verdict)
+        return Ratio(found.value, found.low, found.high, _judge(self._race, name, base))
 
     def __str__(self) -> str:
-        base = self._race.arms[0]
+        base, race = self._race.arms[0], self._race
         rows = [["", "median ms", f"times as fast as {base} [95 %]", "verdict"]]
-        for name in self._race.arms:
-            ratio = self._race.ratio(name).text(".2f", "x") if name != base else ""
-            verdict = self.ratio(name, base).verdict if name != base else ""
-            rows.append([name, show(1e3 * self._race.quartiles_s(name)[1], ".4g"), ratio, verdict])
-        noise = find_noise({"the comparison": self._race})
-        return "\n".join([*align(rows), *filter(None, [noise])])
+        for name in race.arms:
+            said = [race.ratio(name).text(".2f", "x"), _judge(race, name)]
+            time = show(1e3 * race.quartiles_s(name)[1], ".4g")
+            rows.append([name, time, *(said if name != base else ["", ""])])
+        return "\n".join([*align(rows), *filter(None, [find_noise({"the comparison": race})])])
 
 
 def compare(

@@ -2,17 +2,17 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 import torch
 
+from fastamp.bench.comparison import Details, run_cases
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import Case, Plan, Race
-from fastamp.bench.record import Details, Task, run_cases
+from fastamp.bench.record import Task
 
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
 PLAN = Plan(build_s=1.0, limit_s=45.0)
@@ -32,7 +32,7 @@ def prepare(args: argparse.Namespace) -> Task:
     sizes = list(dict.fromkeys(map(str, args.batch_sizes)))
     notes = [f"a race for each batch size; {args.precision}, windows of {shape.block_size} bytes"]
     notes += filter(None, [no_speed_reason(args.device, args.precision)])
-    job = {"batch_sizes": sizes, "precision": args.precision, "shape": asdict(shape)}
+    job = {"batch_sizes": sizes, "precision": args.precision, "shape": shape._asdict()}
     make = partial(_make_case, shape, args.device, args.seed, DTYPES[args.precision])
     return job, partial(run_cases, args, PLAN, sizes, make, notes, percentiles)
 

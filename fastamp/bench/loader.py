@@ -1,10 +1,9 @@
-"""The loader alone: torch's DataLoader against fastamp's, over datasets of three kinds.
+"""The loader alone: torch's DataLoader against fastamp's, over the rows of tensors and over dicts.
 
 Takes a few minutes on two CPU cores.
 """
 
 import argparse
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,31 +12,18 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-import fastamp
+from fastamp.bench.comparison import PLAIN, run_cases
 from fastamp.bench.race import Case, Plan
-from fastamp.bench.record import PLAIN, Report, Task, run_cases
+from fastamp.bench.record import Task
+from fastamp.bench.tasks import with_fastamp
 
 Batches: TypeAlias = Callable[[], Iterator[Any]]  # each call begins a pass
 
 CHECKED = 3  # batches of each arm
 PLAN = Plan(build_s=2.0, limit_s=45.0)
 KEYS = ("input_ids", "mask", "position", "weight", "label")
-
-
-class Slow(Dataset[torch.Tensor]):
-    """Items that take a millisecond, as from a file or a socket."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(1e-3)
-        return torch.full((16,), index)
 
 
 DATA: dict[str, tuple[str, int, Callable[[], Any]]] = {  # the words, the batch size, the dataset
@@ -51,39 +37,21 @@ DATA: dict[str, tuple[str, int, Callable[[], Any]]] = {  # the words, the batch 
         256,
         lambda: [{key: torch.full((16,), float(i)) for key in KEYS} for i in range(2560)],
     ),
-    "slow": ("items that take 1 ms, batches of 8", 8, partial(Slow, 128)),
 }
 METRICS = "speedup/ or of_plain/ and the data, as in speedup/tensors"
 
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
-    return {"data": [*DATA], "seed": args.seed}, partial(_run, args)
-
-
-def _run(args: argparse.Namespace) -> Report:
     notes = [f"{name}: {text}" for name, (text, *_) in DATA.items()]
     notes += ["a visit is a shuffled pass; plain is index_select(out=), no limit"]
-    return run_cases(args, PLAN, [*DATA], partial(_make_case, args), notes)
+    make = partial(_make_case, args)
+    return {"data": [*DATA], "seed": args.seed}, lambda: run_cases(args, PLAN, [*DATA], make, notes)
 
 
-def torch_batches(dataset: Any, batch_size: int, device: str, **options: Any) -> Batches:
-    """Return a function that begins a pass of torch's loader, with asynchronous copies to a GPU."""
-    loader = DataLoader(dataset, batch_size, pin_memory=device == "cuda", **options)
-    if device == "cpu":
-        return lambda: iter(loader)
-    move = partial(torch.Tensor.to, device=device, non_blocking=True)
-    return lambda: (tree_map(move, batch) for batch in loader)
-
-
-def fastamp_batches(dataset: Any, batch_size: int, device: str, **options: Any) -> Batches:
-    """Return a function that begins a pass of fastamp's loader."""
-    return fastamp.DataLoader[Any](dataset, batch_size, device=device, **options).__iter__
-
-
-def plain_batches(dataset: TensorDataset, size: int, *, shuffle: bool) -> Batches:
-    """Return a function that begins a pass that gathers every batch into the same memory."""
-    order, length = torch.randperm if shuffle else torch.arange, len(dataset)
+def make_plain(dataset: TensorDataset, size: int) -> Batches:
+    """Return a function that begins a shuffled pass that gathers into the same memory."""
+    length = len(dataset) // size * size
     buffers = [torch.empty(size, *t.shape[1:], dtype=t.dtype) for t in dataset.tensors]
 
     def gather(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -91,63 +59,59 @@ def plain_batches(dataset: TensorDataset, size: int, *, shuffle: bool) -> Batche
             torch.index_select(source, 0, rows, out=buffer)
         return buffers
 
-    return lambda: map(gather, torch.split(order(length)[: length // size * size], size))
+    return lambda: map(gather, torch.split(torch.randperm(len(dataset))[:length], size))
 
 
-def make_arms(
-    dataset: Any, size: int, device: str, seed: int, *, shuffle: bool
-) -> dict[str, Batches]:
-    """Return what begins a pass, by arm."""
+def make_arms(dataset: Any, size: int, device: str, seed: int) -> dict[str, Batches]:
+    """Return what begins a shuffled pass, by arm."""
 
-    def load(make: Callable[..., Batches], num_workers: int) -> Batches:
-        return make(
-            dataset,
-            size,
-            device,
-            shuffle=shuffle,
-            drop_last=True,
-            num_workers=num_workers,
-            persistent_workers=shuffle and num_workers > 0,
-            generator=torch.Generator().manual_seed(seed),
-        )
+    def load(workers: int, *, is_ours: bool) -> Batches:
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+        options |= {"generator": torch.Generator().manual_seed(seed), "shuffle": True}
+        loader = DataLoader(dataset, size, drop_last=True, pin_memory=device == "cuda", **options)
+        if is_ours:
+            return with_fastamp(loader, device).__iter__
+        if device == "cpu":
+            return loader.__iter__
+        move = partial(torch.Tensor.to, device=device, non_blocking=True)
+        return lambda: (tree_map(move, batch) for batch in loader)
 
-    arms = {"torch": load(torch_batches, 0), "torch, 2 workers": load(torch_batches, 2)}
+    arms = {"torch": load(0, is_ours=False), "torch, 2 workers": load(2, is_ours=False)}
     if not isinstance(dataset, TensorDataset):
-        arms["fastamp, 2 workers"] = load(fastamp_batches, 2)
+        arms["fastamp, 2 workers"] = load(2, is_ours=True)
     elif device == "cpu":
-        arms[PLAIN] = plain_batches(dataset, size, shuffle=shuffle)
-    return arms | {"fastamp": load(fastamp_batches, 0)}
+        arms[PLAIN] = make_plain(dataset, size)
+    return arms | {"fastamp": load(0, is_ours=True)}
 
 
 def _make_case(args: argparse.Namespace, name: str) -> Case:
-    """Make the data, compare every arm's batches with default_collate's, and return their race."""
+    """Make the data, check every arm's batches, and return their race."""
     torch.manual_seed(args.seed)
     _, size, make = DATA[name]
     dataset = make()
-    samples = [[dataset[i] for i in range(n * size, (n + 1) * size)] for n in range(CHECKED)]
-    expected = list(map(default_collate, samples))
-    for arm in make_arms(dataset, size, args.device, args.seed, shuffle=False).values():
-        check(arm, expected)
-    sources = make_arms(dataset, size, args.device, args.seed, shuffle=True)
-    expected = list(islice(sources["torch"](), CHECKED))
-    check(sources["fastamp"], expected)
+    arms = make_arms(dataset, size, args.device, args.seed)
+    nbytes = max(check(batches, dataset) for batches in arms.values())
     batches = len(dataset) // size
-    nbytes = batches * sum(tensor.nbytes for tensor in tree_leaves(expected[0]))
-    arms = {arm: partial(_drain, source) for arm, source in sources.items()}
-    return Case(arms=arms, amounts={"batches/s": batches, "GB/s": nbytes / 1e9})
+    visits = {arm: partial(_drain, source) for arm, source in arms.items()}
+    return Case(arms=visits, amounts={"batches/s": batches, "GB/s": batches * nbytes / 1e9})
 
 
 def _drain(batches: Batches) -> None:
     deque(batches(), maxlen=0)  # which keeps none
 
 
-def check(batches: Batches, expected: list[Any]) -> None:
-    """Compare the first batches of a pass.
+def check(batches: Batches, dataset: Any) -> int:
+    """Compare the first batches with the samples whose numbers they hold; return a batch's bytes.
 
     Raises:
-        AssertionError: they differ, or are too few.
+        AssertionError: they differ, or are too few, or a sample comes twice.
     """
-    found = batches()
-    for reference in expected:
-        pair = (tree_leaves(next(found, ())), tree_leaves(reference))
-        torch.testing.assert_close(*pair, rtol=0, atol=0, check_device=False)
+    rows, chosen, leaves = list[int](), list[int](), list[torch.Tensor]()
+    for batch in islice(batches(), CHECKED):
+        leaves = tree_leaves(batch)
+        chosen = leaves[-1].reshape(len(leaves[-1]), -1)[:, 0].long().tolist()
+        expected = tree_leaves(default_collate([dataset[row] for row in chosen]))
+        torch.testing.assert_close(leaves, expected, rtol=0, atol=0, check_device=False)
+        rows += chosen
+    assert len({*rows}) == len(rows) == CHECKED * len(chosen) > 0, "batches are missing"  # noqa: S101
+    return sum(leaf.nbytes for leaf in leaves)

@@ -7,37 +7,16 @@ from functools import partial
 from typing import Any
 
 from fastamp._progress import progress
-from fastamp.bench import measure
-from fastamp.bench.arms import (
-    PRECISIONS,
-    Arm,
-    choose_precisions,
-    list_arms,
-    name_of,
-    read,
-)
+from fastamp.bench import measure, targets
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.jobs import JOBS, MAIN, describe
-from fastamp.bench.jobs.vision import why_none
-from fastamp.bench.measure import Results, last_loss, race_task
-from fastamp.bench.options import DEFAULT, number, refuse, say
-from fastamp.bench.peaks import MEMORY_KINDS, peak_memory
-from fastamp.bench.race import Interval
-from fastamp.bench.record import Measurement, Report, Task
-from fastamp.bench.targets import (
-    TARGETS,
-    Peaks,
-    find_fastest,
-    find_precisions,
-    judge_targets,
-    make_rows,
-    measure_accuracy,
-    measure_gains,
-    measure_own,
-    say_in_words,
-)
+from fastamp.bench.measure import MEMORY_KINDS, Results, last_loss, peak_memory, race_task
+from fastamp.bench.options import DEFAULT, number, refuse
+from fastamp.bench.race import UNTOLD, Interval, find_noise
+from fastamp.bench.record import WIDTH, Measurement, Report, Task
+from fastamp.bench.targets import TARGETS, Peaks
 from fastamp.bench.tasks import CONTRACT, EXAMPLE, find_make, with_absolute_path
-from fastamp.bench.where import show_shares
+from fastamp.bench.trainer import PRECISIONS, Arm, choose_precisions, list_arms, read_arm
 
 MAIN_STEPS = 48  # of the first build of the main job
 MEMORY_BATCH = {"cpu": 40, "cuda": None}  # of the main job: activations dominate there
@@ -46,6 +25,9 @@ METRICS = """speedup (fastamp in the lowest precision over torch in FP32), preci
 fastamp/bf16 (over torch in the same precision), step_time, peak_memory, accuracy; of an arm of
 --arm: speedup/NAME, accuracy/NAME"""
 VERBATIM = f"\n{CONTRACT}\n{EXAMPLE}"
+TARGETS_HELP = f"""what to hold fastamp's last arm to, against torch in FP32: speedup:1.5 (times as
+fast), memory:0.4 (the share that is saved), accuracy:0.01 (how much lower it may be); may be given
+several times (default: these three for {MAIN}, none for other tasks)"""
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -54,25 +36,17 @@ def add_options(add: Callable[..., object]) -> None:
     text = f"FILE.py, FILE.py:make, package.module:make, or a built-in task {DEFAULT}. {named}"
     add("task", nargs="?", default=MAIN, metavar="TASK", help=text)
     text = "race another task beside it, in the last precision, with torch's loader and step"
-    add("--arm", type=read, action="append", default=[], metavar="NAME=FILE.py:make", help=text)
+    named = "NAME=FILE.py:make"
+    add("--arm", type=read_arm, action="append", default=[], metavar=named, help=text)
     text = "of torch.autocast (default: those that the machine has units for)"
     add("--precision", nargs="+", choices=PRECISIONS, metavar="PRECISION", help=text)
-    add(
-        "--steps",
-        type=number(int, 3),
-        help="of every arm in the first build (default: as it takes)",
-    )
+    text = "of every arm in the first build (default: as it takes)"
+    add("--steps", type=number(int, 3), help=text)
     add("--batch-size", type=number(int, 1), help="samples in a step (default: the task's)")
     text = "measure the peak of memory of each arm, in a process of its own"
     add("--memory", action="store_true", help=text)
-    text = (
-        "what to hold fastamp's last arm to, against torch in FP32: speedup:1.5 (times as fast), "
-    )
-    text += (
-        "memory:0.4 (the share that is saved), accuracy:0.01 (how much lower it may be); may be "
-    )
-    text += f"given several times (default: these three for {MAIN}, none for other tasks)"
-    add("--target", type=_target, action="append", default=[], metavar="TARGET", help=text)
+    options: dict[str, Any] = {"action": "append", "default": [], "metavar": "TARGET"}
+    add("--target", type=_target, help=TARGETS_HELP, **options)
 
 
 def _target(text: str) -> tuple[str, float]:
@@ -86,8 +60,6 @@ def _target(text: str) -> tuple[str, float]:
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     is_main = args.task == MAIN
-    if args.task == "images" and (why := why_none()):
-        refuse("task", args.task, why)
     task = with_absolute_path(args.task)  # it may change the folder
     find_make(task)  # fails at once if there is no such function
     names = [name for name, _ in args.arm]
@@ -111,63 +83,49 @@ def announce(task: str, arms: list[Arm]) -> None:
     own = "".join(f", {arm.name}" for arm in arms if arm.is_own)
     builds = f"{plan.builds[0]} to {plan.builds[-1]} builds in fresh processes"
     time = f"{plan.builds[0] * plan.build_s:.0f} to {plan.limit_s:.0f} s of training"
-    say(f"{task}: torch and fastamp in {' and '.join(precisions)}{own}; {builds}, {time}")
+    said = f"{task}: torch and fastamp in {' and '.join(precisions)}{own}; {builds}, {time}"
+    print(said, flush=True)
 
 
 def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
     announce(args.task, arms)
     found = race_task(arms, args.device, args.seed, steps=args.steps, batch_size=args.batch_size)
     peaks: Peaks = {}
-    if args.memory:
-        with progress(len(found.arms)) as tick:
-            for arm in found.arms:
-                size = args.memory_batch
-                peaks[arm.name] = peak_memory(arm, args.device, args.seed, size)
-                tick()
-    gains = measure_gains(found)
+    with progress(len(found.arms), shows=args.memory) as tick:
+        for arm in found.arms * args.memory:
+            peaks[arm.name] = peak_memory(arm, args.device, args.seed, args.memory_batch)
+            tick()
+    gains = targets.measure_gains(found)
     excused = ""
-    if find_precisions(found) == ["fp32"] and "fp32" not in (args.precision or []):
+    if {arm.precision for arm in found.arms} == {"fp32"} and "fp32" not in (args.precision or []):
         excused = no_speed_reason(args.device, "bf16") or "no lower precision was raced"
     batch = args.memory_batch if args.memory_batch not in found.batch_sizes else None
-    judged = judge_targets(found, peaks, args.targets, batch=batch, excused=excused)
+    judged = targets.judge_targets(found, peaks, args.targets, batch=batch, excused=excused)
     last = judged[0].arm
-    step_time = Measurement(name="step_time", interval=found.race.time_s(last), arm=last, unit=" s")
+    more = [Measurement(name="step_time", interval=found.race.time_s(last), arm=last, unit=" s")]
+    if (peak := peaks.get(last)) is not None:
+        about: dict[str, Any] = {"arm": last, "unit": " bytes", "is_counted": True}
+        more.append(Measurement(name="peak_memory", interval=Interval.exact(peak), **about))
+    for name in (last, *(arm.name for arm in found.arms if arm.is_own)):
+        more += targets.measure_accuracy(found, name, f"/{name}" if name != last else "")
+    scores = {arm: [asdict(score) for score in each] for arm, each in found.scores.items()}
     return Report(
-        table=make_rows(found),
+        table=targets.make_rows(found),
         races={"training": found.race},
-        measurements=[
-            *gains,
-            *judged,
-            step_time,
-            *_measure_peaks(peaks, last),
-            *measure_accuracy(found, last),
-            *measure_own(found),
-        ],
+        measurements=[*gains, *judged, *more],
         notes=_notes(args, found, peaks),
         losses=found.losses,
-        details=_details(found, peaks),
+        details={
+            "parameters": found.parameters,
+            "loss": {arm.name: last_loss(found, arm.name) for arm in found.arms},
+            "peak_memory_nbytes": peaks,
+            "validation": scores,
+            "shares": found.shares,
+            "left_out": found.left_out,
+        },
         failures=found.failures,
-        sentence="" if found.failures else say_in_words(found, gains, peaks),
+        sentence="" if found.failures else targets.say_in_words(found, gains, peaks),
     )
-
-
-def _measure_peaks(peaks: Peaks, judged: str) -> list[Measurement]:
-    peak = peaks.get(judged)
-    if peak is None:
-        return []
-    about: dict[str, Any] = {"arm": judged, "unit": " bytes", "is_counted": True}
-    return [Measurement(name="peak_memory", interval=Interval.exact(peak), **about)]
-
-
-def _details(found: Results, peaks: Peaks) -> dict[str, Any]:
-    return {
-        "parameters": found.parameters,
-        "loss": {arm.name: last_loss(found, arm.name) for arm in found.arms},
-        "peak_memory_nbytes": peaks,
-        "validation": {arm: list(map(asdict, scores)) for arm, scores in found.scores.items()},
-        "shares": found.shares,
-        "left_out": found.left_out,
-    }
 
 
 def _notes(args: argparse.Namespace, found: Results, peaks: Peaks) -> list[str]:
@@ -179,8 +137,60 @@ def _notes(args: argparse.Namespace, found: Results, peaks: Peaks) -> list[str]:
     if peaks and "memory" not in args.targets:
         each = ", ".join(f"{a} {n / 2**20:.0f}" for a, n in peaks.items() if n is not None)
         notes.append(f"MiB, {MEMORY_KINDS[args.device]}: {each}")
-    notes += [f"{arm}: n/a; {why}" for arm, why in found.left_out.items()]
+    notes += [f"{arm}: n/a; {why}"[:WIDTH] for arm, why in found.left_out.items()]
     if not args.targets:  # whose verdicts stand there
-        arm = name_of(find_fastest(found))
-        notes.append(show_shares(arm, found.shares[arm]))
+        arm = f"torch {targets.find_fastest(found)}"
+        shares = found.shares[arm].items()
+        parts = ", ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
+        notes.append(f"where a step's time goes, {arm}: {parts}")
     return notes
+
+
+class All:
+    """The built-in tasks, one after the other, but for the main job: what fastamp adds to each.
+
+    Takes one to two minutes for each task on two CPU cores.
+    """
+
+    METRICS = "TASK/fastamp/PRECISION and TASK/precision/PRECISION, as in mlp/fastamp/fp32"
+    TASKS = tuple(name for name in JOBS if name != MAIN)
+
+    @classmethod
+    def add_options(cls, add: Callable[..., object]) -> None:
+        """Add the options of this command alone."""
+        text = f"tasks, as those of train (default: {', '.join(cls.TASKS)})"
+        add("names", nargs="*", default=cls.TASKS, metavar="TASK", help=text)
+
+    @staticmethod
+    def prepare(args: argparse.Namespace) -> Task:
+        """Return the job and the function that runs it."""
+        tasks = {name: with_absolute_path(name) for name in args.names}
+        for task in tasks.values():
+            find_make(task)
+        return {"tasks": [*tasks], "seed": args.seed}, partial(_run_all, args, tasks)
+
+
+def _run_all(args: argparse.Namespace, tasks: dict[str, str]) -> Report:
+    found: dict[str, Results] = {}
+    gains: list[Measurement] = []
+    said = []
+    for name, task in tasks.items():
+        arms = list_arms(task, choose_precisions(args.device), [])
+        announce(name, arms)
+        found[name] = each = race_task(arms, args.device, args.seed)
+        gains += targets.measure_gains(each, f"{name}/")
+        # In the precision that is fastest there.
+        [gain] = [g for g in gains if g.name == f"{name}/fastamp/{targets.find_fastest(each)}"]
+        verdict = UNTOLD if find_noise({name: each.race}) else gain.verdict
+        said.append(f"{name} {each.race.ratio(gain.arm, gain.base).value:.2f}x ({verdict})")
+    failed = [f"{name}: {why}" for name, each in found.items() for why in each.failures]
+    sentence = f"Times as fast as torch in the same precision: {', '.join(said)}."
+    return Report(
+        table=[{"task": n, **row} for n, each in found.items() for row in targets.make_rows(each)],
+        races={name: each.race for name, each in found.items()},
+        measurements=gains,
+        notes=[f"{name}: {describe(name)}" for name in tasks if name in JOBS],
+        details={name: {"shares": each.shares} for name, each in found.items()},
+        failures=failed,
+        sentence="" if failed else sentence,
+    )

@@ -1,36 +1,52 @@
-"""What a task's race measures: times, losses and scores of its arms, and where their time goes.
+"""What a task's race measures: times, losses and scores of its arms, their shares and their peaks.
 
 The timed steps are a training, with the wait for each batch on the clock. A visit of an arm is
 several steps, so that a GPU launches ahead as it does in a training. The first build trains all
 steps, and its losses and scores are shown; the others are for the times alone.
 """
 
+import ctypes
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+from typing import TypeAlias
 
+import numpy as np
 import torch
 
+import fastamp
 from fastamp._progress import progress
 from fastamp.bench import apart
-from fastamp.bench.arms import Arm
+from fastamp.bench.environment import find
+from fastamp.bench.gpt import Corpus, Shape, make_model
 from fastamp.bench.race import Build, Case, Plan, Race, Visit, collect, run_build
 from fastamp.bench.tasks import BrokenTask
-from fastamp.bench.trainer import Runner, Score
-from fastamp.bench.where import Shares, find_shares
+from fastamp.bench.trainer import Arm, Score, Trainer
 
-LEAST_BLOCKS = 3
+Shares: TypeAlias = dict[str, float]  # of a step, by part
+
+LEAST_VISITS = 12  # of the first build, for six blocks
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
 VISIT_S = 0.05  # of the fastest arm, at least
 MOST_STEPS = 40  # of a visit: by then one wait for the device no longer counts
 AHEAD = 2  # batches that each worker makes ahead while other arms run
-# Without --steps, and in all builds but the first: as many steps as fit into this time.
-OPEN_STEPS = 2000
+OPEN_STEPS = 2000  # without --steps, and in all builds but the first: or what fits into the time
 PLAN = Plan(build_s=8.0, limit_s=100.0)
 OUT_OF_MEMORY = "batch_size: a step does not fit into memory"
+SHARES_BLOCKS = 6  # visits of every arm
+REGIONS = ("data", "forward", "backward", "step")
+MEMORY_STEPS = 2  # the first step makes the optimizer's state, the second runs beside it
+MEMORY_KINDS = {
+    "cpu": "peak of the resident set over two steps",
+    "cuda": "peak of what torch allocates over two steps",
+}
+TINY = Shape(layers=1, heads=1, width=16, block_size=16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +66,13 @@ class Results:
     failures: list[str] = field(default_factory=list)  # trainings whose loss became NaN, in words
 
 
-def race_arms(
+def race_task(
     arms: Sequence[Arm],
     device: str,
     seed: int,
     *,
     steps: int | None = None,
     batch_size: int | None = None,
-    tick: Callable[[], object] = lambda: None,
 ) -> Results:
     """Race the arms of a task; `steps` are those of the first build, None: as many as it takes."""
     found: list[Results] = []
@@ -68,15 +83,10 @@ def race_arms(
         found.append(apart.run_apart(_train, left, device, seed, count, batch_size, PLAN, number))
         return {"": found[-1].race.builds[0]}
 
-    race = collect(build, [""], PLAN, is_apart=True, tick=tick)[""]
+    with progress(PLAN.builds[-1]) as tick:
+        race = collect(build, [""], PLAN, is_apart=True, tick=tick)[""]
     failures = next((each.failures for each in found if each.failures), [])
     return replace(found[0], race=race, failures=failures)
-
-
-def race_task(arms: Sequence[Arm], device: str, seed: int, **options: int | None) -> Results:
-    """Race the arms of a task under a progress bar."""
-    with progress(PLAN.builds[-1]) as tick:
-        return race_arms(arms, device, seed, tick=tick, **options)
 
 
 def _train(
@@ -89,40 +99,41 @@ def _train(
     number: int,
 ) -> Results:
     """Race all arms in the build of a number; in the first one also score them."""
-    runners, left_out = _begin(arms, device, seed, batch_size)
+    trainers, left_out = _begin(arms, device, seed, batch_size)
     case = Case(
-        arms={name: each.visit for name, each in runners.items()},
-        before=lambda name: runners[name].prepare(),
-        skipped=lambda name: runners[name].trainer.has_skipped(),
+        arms={name: each.visit for name, each in trainers.items()},
+        before=lambda name: trainers[name].prepare(),
+        skipped=lambda name: trainers[name].has_skipped(),
     )
     race_visits = partial(run_build, case, device=device, seed=seed * 1000 + number)
-    count = _count_warmup(all_steps) - 1  # the first step is over
+    total = all_steps or OPEN_STEPS
+    count = min(WARMUP_STEPS, total // 3) - 1  # the first step is over
     warmup = race_visits(Plan(rounds=count, warmup=count)).warmup if count else []
     last = [visit.elapsed_s for visit in warmup[-1].values()] if warmup else [VISIT_S]
-    workers = max(runner.workers for runner in runners.values())
-    steps, plan = _plan_visits(min(last), all_steps, plan, least=2 * AHEAD * workers)
-
-    def set_steps(number_of_steps: int) -> None:
-        for runner in runners.values():
-            runner.steps = number_of_steps
-
-    if all_steps is not None and (rest := all_steps - count - 1 - steps * plan.rounds):
-        set_steps(rest)
-        warmup += _per_step(race_visits(Plan(rounds=1, warmup=1)).warmup, rest)
-    set_steps(steps)
-    build = race_visits(plan)
-    build.warmup, build.rounds = warmup, _per_step(build.rounds, steps)
-    losses = {n: torch.stack(each.trainer.losses).tolist() for n, each in runners.items()}
+    workers = max(trainer.workers for trainer in trainers.values())
+    left = total - 1 - count
+    steps = count_visit_steps(min(last), left if all_steps else None, workers)
+    for trainer in trainers.values():
+        trainer.steps = steps
+    build = race_visits(replace(plan, rounds=left // steps, warmup=0))
+    build.warmup, build.rounds = warmup, [_per_step(round_, steps) for round_ in build.rounds]
+    for trainer in trainers.values():  # what is left of the training
+        trainer.steps = max((all_steps or 0) - len(trainer.losses), 0)
+        trainer.prepare()
+        trainer.visit()
+        trainer.steps = steps
+    losses = {n: torch.stack(each.losses).tolist() for n, each in trainers.items()}
     is_first = number == 1
-    sizes = [*runners[arms[0].name].sizes]
+    first = trainers[arms[0].name]
+    sizes = [*first.sizes]
     return Results(
-        arms=[arm for arm in arms if arm.name in runners],
+        arms=[arm for arm in arms if arm.name in trainers],
         race=Race(arms=build.arms, builds=[build]),
-        parameters=sum(p.numel() for p in runners[arms[0].name].trainer.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in first.model.parameters()),
         batch_sizes=sizes,
         losses=losses,
-        scores={name: each.score() if is_first else [] for name, each in runners.items()},
-        shares={n: find_shares(each, device) for n, each in runners.items()} if is_first else {},
+        scores={name: each.evaluate() if is_first else [] for name, each in trainers.items()},
+        shares={n: find_shares(each, device) for n, each in trainers.items()} if is_first else {},
         workers=workers,
         visit_steps=steps,
         left_out=left_out,
@@ -132,46 +143,55 @@ def _train(
 
 def _begin(
     arms: list[Arm], device: str, seed: int, batch_size: int | None
-) -> tuple[dict[str, Runner], dict[str, str]]:
+) -> tuple[dict[str, Trainer], dict[str, str]]:
     """Return all arms after their first step, and why those in a lower precision cannot train.
 
     Raises:
         BrokenTask: an arm in FP32, or one of one's own, cannot train, or memory is too small for
             all.
     """
-    runners: dict[str, Runner] = {}
+    trainers: dict[str, Trainer] = {}
     left_out: dict[str, str] = {}
     for arm in arms:
         try:
-            runner = Runner(arm, device, seed, batch_size)
-            runner.prepare()
-            runner.visit()
+            trainer = Trainer(arm, device, seed, batch_size)
+            trainer.prepare()
+            trainer.visit()
         except BrokenTask as error:  # noqa: PERF203 - an arm takes seconds
-            if error.line.startswith(OUT_OF_MEMORY) and runners:
-                raise BrokenTask(_too_large(arm, [*runners]), error.trace) from None
+            if error.line.startswith(OUT_OF_MEMORY) and trainers:
+                line = f"memory: {arm.name} does not fit into memory beside {', '.join(trainers)}, "
+                line += "which do; race fewer, as with --precision fp32, or smaller batches"
+                raise BrokenTask(line, error.trace) from None
             if arm.precision == "fp32" or arm.is_own:
                 raise
             left_out[arm.name] = error.line
             gc.collect()
         else:
-            runners[arm.name] = runner
-    return runners, left_out
+            trainers[arm.name] = trainer
+    return trainers, left_out
 
 
-def _too_large(arm: Arm, others: list[str]) -> str:
-    names = ", ".join(others)
-    need = f"{arm.name} does not fit into memory beside {names}, which do"
-    return f"memory: {need}; race fewer, as with --precision fp32, or smaller batches"
+def count_visit_steps(step_s: float, left: int | None, workers: int = 0) -> int:
+    """Return the steps of a visit.
+
+    Where only so many are `left`, they make twelve visits, or as many as there are. With workers a
+    visit has some steps for each of them at least, since some batches were made while other arms
+    ran.
+    """
+    steps = min(max(math.ceil(VISIT_S / max(step_s, 1e-9)), 1), MOST_STEPS)
+    steps = max(steps, 2 * AHEAD * workers)
+    return steps if left is None else max(min(steps, left // LEAST_VISITS), 1)
+
+
+def _per_step(round_: dict[str, Visit], steps: int) -> dict[str, Visit]:
+    return {name: each._replace(elapsed_s=each.elapsed_s / steps) for name, each in round_.items()}
 
 
 def find_failure(name: str, losses: list[float]) -> list[str]:
     """Return that a training has failed, in words, if its last loss is NaN or infinite."""
-    finite = [place for place, loss in enumerate(losses, start=1) if math.isfinite(loss)]
-    first = finite[-1] + 1 if finite else 1
-    if first > len(losses):
-        return []
-    steps = f"from step {first} of {len(losses)} on"
-    return [f"the training of {name} has failed: its loss is {losses[-1]} {steps}"]
+    last = losses[-1]
+    said = f"the training of {name} has failed: its loss is {last} in step {len(losses)}"
+    return [] if math.isfinite(last) else [said]
 
 
 def last_loss(found: Results, arm: str) -> float:
@@ -183,33 +203,64 @@ def last_loss(found: Results, arm: str) -> float:
     return fmean(curve[-(len(curve) // 4 or 1) :] or [math.nan])
 
 
-def _per_step(rounds: list[dict[str, Visit]], steps: int) -> list[dict[str, Visit]]:
-    return [
-        {name: each._replace(elapsed_s=each.elapsed_s / steps) for name, each in round_.items()}
-        for round_ in rounds
-    ]
+def find_shares(trainer: Trainer, device: str) -> Shares:
+    """Train an arm for some more visits; return the share of each part, by fastamp's own timer.
 
-
-def _count_warmup(all_steps: int | None) -> int:
-    """Return how many steps an arm takes first: so few that three blocks are left."""
-    if all_steps is None:
-        return WARMUP_STEPS
-    return min(WARMUP_STEPS, max(all_steps - 2 * LEAST_BLOCKS, 1))
-
-
-def _plan_visits(
-    step_s: float, all_steps: int | None, plan: Plan, least: int = 0
-) -> tuple[int, Plan]:
-    """Return the steps of a visit, and the plan of a build after the warm-up.
-
-    Where every arm takes `all_steps`, six blocks are left if there are enough, and three if three
-    of single steps fit in; the build never stops early, whatever the machine. With workers a visit
-    has at `least` so many steps, since some batches were made while other arms ran.
+    They are medians over visits: the wait for data, forward, backward, the step, and what no region
+    has: "waits" on a GPU, else "other".
     """
-    steps = min(max(math.ceil(VISIT_S / max(step_s, 1e-9)), 1), MOST_STEPS)
-    steps = max(steps, least)
-    if all_steps is None:
-        return steps, replace(plan, rounds=OPEN_STEPS // steps, warmup=0)
-    left = all_steps - _count_warmup(all_steps)
-    steps = max(min(steps, left // (4 * LEAST_BLOCKS)), 1)
-    return steps, Plan(rounds=left // steps, warmup=0)
+    blocks: list[Shares] = []
+    for _ in range(SHARES_BLOCKS):
+        timer = fastamp.Timer(device)
+        trainer.prepare()
+        start_s = perf_counter()
+        trainer.visit(timer)
+        regions = timer.summary()  # waits for the device
+        elapsed_s = max(perf_counter() - start_s, 1e-9)
+        blocks.append({name: regions[name].total / elapsed_s for name in REGIONS})
+    shares = {name: median(block[name] for block in blocks) for name in REGIONS}
+    rest = max(1 - math.fsum(shares.values()), 0.0)
+    return shares | {"waits" if device == "cuda" else "other": rest}
+
+
+def limit(share: float) -> float:
+    """Return how many times as fast a step were if a share of it took no time (Amdahl)."""
+    return 1 / (1 - share) if share < 1 else math.inf
+
+
+def peak_memory(arm: Arm, device: str, seed: int, batch_size: int | None) -> int | None:
+    """Train two steps of one arm in a fresh process and return the peak over them, in bytes."""
+    return apart.run_apart(_measure_peak, arm, device, seed, batch_size)
+
+
+def _measure_peak(arm: Arm, device: str, seed: int, batch_size: int | None) -> int | None:
+    _load_kernels(arm, device)
+    trainer = Trainer(arm, device, seed, batch_size)
+    trainer.steps, model = MEMORY_STEPS, trainer.model
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        trainer.visit()
+        return torch.cuda.max_memory_allocated()
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    with suppress(AttributeError, OSError, TypeError):  # otherwise freed memory would be reused
+        ctypes.CDLL(None).malloc_trim(0)
+    before = _resident_nbytes("VmRSS")
+    with suppress(OSError):  # if refused, the peak is since the start: never too low
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    trainer.visit()
+    after = _resident_nbytes("VmHWM")
+    return None if before is None or after is None else after - before + weights
+
+
+def _load_kernels(arm: Arm, device: str) -> None:
+    """Take the steps of a tiny model: what torch loads for them is in no peak."""
+    text = Corpus(*(np.zeros(64, np.uint8) for _ in range(2)))
+    trainer = Trainer(arm, device, 0, make=lambda _, seed: make_model(seed, TINY, 1, text))
+    trainer.steps = MEMORY_STEPS
+    trainer.visit()
+
+
+def _resident_nbytes(key: str) -> int | None:
+    """Return what is resident now, VmRSS, or was at its peak, VmHWM."""
+    found = find(rf"{key}:\s+(\d+) kB", "/proc/self/status")
+    return None if found is None else int(found) * 1024

@@ -2,11 +2,8 @@
 
 import argparse
 import math
-import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from io import TextIOWrapper
 from typing import NoReturn
 
 DEFAULT = "(default: %(default)s)"
@@ -30,24 +27,3 @@ def number(kind: type[int | float], least: float, most: float = math.inf) -> Cal
 def refuse(option: str, value: object, problem: str) -> NoReturn:
     """Refuse a value after parsing; the command ends with exit status 2."""
     raise argparse.ArgumentError(None, f"argument {option}: {value!r} {problem}")
-
-
-class OutputError(OSError):
-    """The standard output cannot be written: a full disk, or a pipe that nobody reads."""
-
-
-def escape_output() -> None:
-    """Escape what the encoding of the standard output lacks."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        with suppress(OSError):  # a file that has become a pipe: "Illegal seek"
-            sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def say(text: str) -> None:
-    """Print to the standard output at once, or raise an OutputError."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - what is buffered is not tried again
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
-        raise OutputError(error.errno, f"the standard output: {error.strerror}") from error

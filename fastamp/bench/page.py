@@ -1,14 +1,25 @@
-"""One self-contained page of a record: no script, nothing from elsewhere, light and dark."""
+"""One self-contained page of a record, with a picture of its ratios: no script, light and dark."""
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastamp.bench.baseline import BASELINE
-from fastamp.bench.pictures import STYLE, Point, draw
-from fastamp.bench.record import is_judged
+from fastamp.bench.record import list_verdicts
 
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de;
+  --paper: #ffffff; --good: #1a7f37; --bad: #cf222e }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa4af; --line: #363d46;
+  --paper: #0d1117; --good: #3fb950; --bad: #ff7b72 } }
+svg text { font: 12px system-ui, sans-serif; fill: var(--ink) }
+svg path { stroke: var(--line); fill: none } svg .bar { stroke: var(--ink); stroke-width: 2 }
+svg circle { stroke: var(--soft); stroke-width: 2; fill: var(--paper) }
+svg .good { fill: var(--good); stroke: var(--good) }
+svg .bad { fill: var(--bad); stroke: var(--bad) }
+svg .soft { fill: var(--soft); stroke: var(--soft) }
+"""
 PAGE = """
 body { margin: 0 auto; max-width: 1100px; padding: 16px; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
@@ -29,6 +40,17 @@ HEAD = """<!doctype html>
 KINDS = {"pass": "good", "faster": "good", "fail": "bad", "slower": "bad", "equal": "soft"}
 COMPARED = """A point is a ratio, by its name for --fail-on, the bar its interval, and the upright
 line its target. Green: pass or faster; red: fail or slower; grey: equal; hollow: undecided."""
+LEFT, RIGHT, WIDTH, ROW = 320, 600, 1000, 24  # px: the axis, the picture, a row
+
+
+class Point(NamedTuple):
+    """A row: a ratio with its interval, NaN or infinite where it is not known; or a heading."""
+
+    name: str
+    words: str = ""
+    ends: tuple[float, float, float] = (math.nan,) * 3  # low, value and high
+    kind: str = ""  # "good", "bad" or "soft": its colour; else hollow
+    target: float = math.nan
 
 
 def make(record: dict[str, Any]) -> str:
@@ -38,35 +60,18 @@ def make(record: dict[str, Any]) -> str:
     leads = [record["noise"], *record["failures"], record["sentence"]]
     facts = {"measured": record["created"], **record["environment"], **record["job"]}
     rows = [[name, json.dumps(value)] for name, value in facts.items()]
-    found = [each for each in record["measurements"] if each["interval"]]
-    points = [_point(each) for each in found if each["unit"] == "x" or each["base"] == BASELINE]
-    judged = [each["text"] for each in record["measurements"] if is_judged(each)]
+    ratios = [each for each in record["measurements"] if each["interval"] and each["unit"] == "x"]
+    picture = f'<div class="scroll">{draw("Comparisons", [*map(find_point, ratios)])}</div>'
     body = [
         f"<body>\n<h1>{title}</h1>",
         *(_paragraph(text, "lead") for text in leads if text),
-        *(_paragraph(text, "verdict") for text in judged),
-        f"<h2>Comparisons</h2>\n{_paragraph(COMPARED)}" if points else "",
-        f'<div class="scroll">{draw("Comparisons", points)}</div>' if points else "",
+        *(_paragraph(text, "verdict") for text in list_verdicts(record)),
+        f"<h2>Comparisons</h2>\n{_paragraph(COMPARED)}\n{picture}" if ratios else "",
         f"<h2>Results</h2>\n{_table([[*record['table'][0]], *map(dict.values, record['table'])])}",
-        *(_paragraph(note) for note in record["notes"] + record["closing"]),
+        *(_paragraph(note) for note in record["notes"]),
         f"<h2>Machine and job</h2>\n{_table([['fact', ''], *rows])}\n</body>\n</html>\n",
     ]
     return HEAD.format(title=title, style=STYLE + PAGE) + "\n".join(filter(None, body))
-
-
-def _point(measurement: dict[str, Any]) -> Point:
-    """Return a ratio's row, without its name and the reason of its verdict in the words."""
-    words = measurement["text"].removeprefix(measurement["name"]).strip()
-    words = words.removesuffix(f", {measurement['reason']}")
-    shift = float(measurement["base"] == BASELINE)  # a change of -5 % is a ratio of 0.95
-    unknown = {"low": -math.inf, "value": math.nan, "high": math.inf}
-    low, value, high = (
-        shift + (instead if measurement["interval"][end] is None else measurement["interval"][end])
-        for end, instead in unknown.items()
-    )
-    target = next((x + shift for x in measurement["target"] if x is not None), math.nan)
-    kind = KINDS.get(measurement["verdict"], "")
-    return Point(measurement["name"], words, (low, value, high), kind, target)
 
 
 def _paragraph(text: str, kind: str = "") -> str:
@@ -79,3 +84,59 @@ def _table(rows: Any) -> str:
     lines[0] = lines[0].replace("td>", "th>")
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="scroll"><table>\n{body}\n</table></div>'
+
+
+def find_point(measurement: dict[str, Any]) -> Point:
+    """Return a ratio's row, without its name and the reason of its verdict in the words."""
+    words = measurement["text"].removeprefix(measurement["name"]).strip()
+    for why in ("reason", "excused", "noise"):
+        words = words.removesuffix(f", {measurement[why]}")
+    unknown = {"low": -math.inf, "value": math.nan, "high": math.inf}
+    found = {end: x for end, x in measurement["interval"].items() if x is not None}
+    low, value, high = (unknown | found).values()
+    target = next((x for x in measurement["target"] or () if x is not None), math.nan)
+    kind = KINDS.get(measurement["verdict"], "")
+    return Point(measurement["name"], words, (low, value, high), kind, target)
+
+
+def draw(title: str, points: Sequence[Point]) -> str:
+    """Return the picture of rows, one below the other, on a logarithmic axis."""
+    low, high = _find_limits(points)
+
+    def x(ratio: float) -> float:
+        place = math.log(min(max(ratio, low), high) / low) / math.log(high / low)
+        return round(LEFT + place * (RIGHT - LEFT), 1)
+
+    end = ROW * len(points)
+    steps = (low * (high / low) ** (n / 6) for n in range(1, 6))
+    body = [f'<path class="soft" d="M{x(1)} 8V{end + 10}"/>']
+    for tick in sorted({float(f"{step:.{2 if high > 1.2 * low else 3}g}") for step in steps}):
+        body.append(f'<path d="M{x(tick)} 8V{end + 10}"/>')
+        body.append(f'<text x="{x(tick)}" y="{end + 26}" text-anchor="middle">{tick:g}x</text>')
+    for y, point in enumerate(points, start=1):
+        body.append(f'<g transform="translate(0 {ROW * y})">{_row(point, x)}</g>')
+    label = f"{title}: " + "; ".join(f"{each.name} {each.words}".strip() for each in points)
+    head = f'<svg viewBox="0 0 {WIDTH} {end + 32}" role="img" aria-label="{escape(label)}">'
+    return "\n".join([head, *body, "</svg>"])
+
+
+def _row(point: Point, x: Callable[[float], float]) -> str:
+    row = f"<text>{escape(point.name[:44])}</text>"
+    row += f'<text x="{RIGHT + 20}">{escape(point.words)}</text>'
+    if math.isfinite(point.target):
+        row += f'<path class="bar" d="M{x(point.target)} -14V6"/>'
+    low, value, high = point.ends
+    if math.isfinite(value):
+        row += f'<path class="bar" d="M{x(low)} -4H{x(high)}"/>'
+        row += f'<circle class="{point.kind}" cx="{x(value)}" cy="-4" r="5"/>'
+    return row
+
+
+def _find_limits(points: Sequence[Point]) -> tuple[float, float]:
+    """Return the ends of the axis, which an interval may leave if it is very wide."""
+    places = [1.0, *(point.target for point in points)]
+    for low, value, high in (point.ends for point in points):
+        places += [value, max(low, value / 2), min(high, value * 2)]
+    places = [x for x in places if 0 < x < math.inf]
+    pad = max((max(places) / min(places)) ** 0.04, 1.005)
+    return min(places) / pad, max(places) * pad

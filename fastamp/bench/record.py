@@ -1,46 +1,29 @@
-"""What a command found: a race for each case, one table of all, and the record of everything.
+"""What a command found: figures with verdicts, one table, and the record of everything.
 
-The text on the terminal, the JSON file and the page are made from the record.
+The text on the terminal, the JSON file and the page are made from the record, and a later run is
+held to it as its baseline.
 """
 
 import argparse
-import gc
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from reprlib import repr as short
 from textwrap import wrap
 from typing import Any, TypeAlias, TypeVar
 
 from torch.utils._pytree import tree_map
 
-from fastamp._progress import progress
-from fastamp.bench import apart
-from fastamp.bench.race import (
-    SAID,
-    UNTOLD,
-    Build,
-    Case,
-    Interval,
-    Plan,
-    Race,
-    collect,
-    find_noise,
-    run_build,
-    show,
-    verdict_on,
-)
+from fastamp.bench.race import LARGEST_LOG, UNTOLD, Interval, Race, find_noise, verdict_on
 from fastamp.timer.timer import align
 
-SCHEMA_VERSION = 10  # raised when a field of the record is added, removed or changes its meaning
-Details = dict[str, dict[str, float]]  # more figures of each arm, by name
-
-WIDTH = 100  # columns of a sentence
-PLAIN = "plain"  # the arm that does the same work in the plainest way
-_LARGEST_NBYTES = 2**28  # of a file that is read
+SCHEMA_VERSION = 11  # raised when a field of the record is added, removed or changes its meaning
+WIDTH = 100  # columns
+MACHINE = ("device", "device_name", "threads")
+BASELINE = "the baseline"  # of a change
 _T = TypeVar("_T")
 
 
@@ -52,24 +35,38 @@ class Measurement:
     interval: Interval | None  # None where the figure is not known
     arm: str = ""
     base: str = ""
-    target: tuple[float, float] = (-math.inf, math.inf)  # the ends that the figure lies between
-    unit: str = ""
-    verdict: str = ""  # "" of a figure that is neither a ratio nor held to a target
+    target: tuple[float, float] | None = None  # the ends that the figure should lie between
+    unit: str = ""  # of a ratio of speeds "x"
     reason: str = ""
+    excused: str = ""  # why a target is not for this machine
+    noise: str = ""  # why no figure of time has a verdict
     is_counted: bool = False  # as bytes are: a busy machine excuses nothing
 
+    @property
+    def verdict(self) -> str:
+        """Return what is said of a target or a ratio; "" of any other figure."""
+        is_noisy = bool(self.noise) and not self.is_counted
+        if self.target is not None:
+            if self.interval is None or self.excused:
+                return "n/a"
+            return "inconclusive" if is_noisy else verdict_on(self.interval, *self.target)
+        if self.unit != "x" or self.interval is None:
+            return ""
+        return UNTOLD if is_noisy else self.interval.verdict
+
     def text(self) -> str:
-        """Return the figure with its interval, and where it has a target that and the verdict."""
+        """Return the figure with its interval, its target, the verdict and the reason."""
         factor = 100 if self.unit == " %" else 1
-        figure = "-" if self.interval is None else self.interval.text(".4g", self.unit, factor)
-        if not self.reason:
-            return f"{self.name} {figure}{', ' * bool(self.verdict)}{self.verdict}"
+        figure = "-"
+        if self.interval is not None and not math.isnan(self.interval.value):
+            figure = self.interval.text(".4g", self.unit, factor)
+        why = self.excused or ("" if self.is_counted else self.noise) or self.reason
+        said = ", ".join(filter(None, [self.verdict, why]))
+        if self.target is None:
+            return ", ".join(filter(None, [f"{self.name} {figure}", said]))
         ends = [f"{end * factor:g}{self.unit}" for end in self.target if math.isfinite(end)]
-        if not ends:
-            return f"{self.name} {figure}: {self.verdict}, {self.reason}"
         sign = "" if len(ends) == 2 else "<= " if self.target[1] < math.inf else ">= "
-        target = f"(target {sign}{' to '.join(ends)})"
-        return f"{self.name} {figure} {target}: {self.verdict}, {self.reason}"
+        return f"{self.name} {figure} (target {sign}{' to '.join(ends)}): {said}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,6 @@ class Report:
     notes: list[str] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)  # of every training step, by arm
     details: dict[str, Any] = field(default_factory=dict)
-    closing: list[str] = field(default_factory=list)  # lines after the verdicts
     failures: list[str] = field(default_factory=list)  # of the work itself: the status is 1
     sentence: str = ""  # the first line: the result in plain words
 
@@ -92,113 +88,19 @@ class Report:
 Task: TypeAlias = tuple[dict[str, Any], Callable[[], Report]]
 
 
-def judge(
-    name: str,
-    interval: Interval | None,
-    target: tuple[float, float],
-    unit: str,
-    reason: str,
-    *,
-    arm: str = "",
-    base: str = "",
-    excused: bool = False,
-    is_counted: bool = False,
-) -> Measurement:
-    """Return a figure with the verdict on it; n/a if it is excused or None."""
-    about: dict[str, Any] = {"name": name, "interval": interval, "arm": arm, "base": base}
-    about["is_counted"] = is_counted
-    verdict = "n/a" if excused or interval is None else verdict_on(interval, *target)
-    return Measurement(**about, target=target, unit=unit, verdict=verdict, reason=reason)
-
-
-def compare(name: str, race: Race) -> list[Measurement]:
-    """Return how many times as fast as the base each arm is; the last one has the plain name."""
-    arms = race.arms[1:]
-    return [
-        measure(name if arm == arms[-1] else f"{name}/{arm}", race.ratio(arm), arm, race.arms[0])
-        for arm in arms
-    ]
-
-
-def measure(name: str, ratio: Interval, arm: str, base: str) -> Measurement:
-    """Return a ratio of speeds with its verdict."""
-    about: dict[str, Any] = {"name": name, "arm": arm, "base": base}
-    return Measurement(**about, interval=ratio, unit="x", verdict=ratio.verdict)
+def compare_arms(race: Race, name: str, arm: str, base: str, **about: Any) -> Measurement:
+    """Return how many times as fast as a base an arm is."""
+    ratio = race.ratio(arm, base)
+    return Measurement(name=name, interval=ratio, arm=arm, base=base, unit="x", **about)
 
 
 def doubt(found: list[Measurement], races: Mapping[str, Race]) -> list[Measurement]:
     """Return the measurements of a run; on a busy machine no time or ratio has a verdict."""
-    noise = find_noise(races)
-    unclear = {**dict.fromkeys(SAID, UNTOLD), "pass": "inconclusive", "fail": "inconclusive"}
-    return [
-        replace(each, verdict=unclear[each.verdict], reason=each.reason and noise)
-        if noise and each.verdict in unclear and not each.is_counted
-        else each
-        for each in found
-    ]
+    noise = "the machine is too busy" if find_noise(races) else ""
+    return [replace(each, noise=noise or each.noise) for each in found]
 
 
-def run_cases(
-    args: argparse.Namespace,
-    plan: Plan,
-    names: Collection[str],
-    make: Callable[[str], Case],
-    notes: list[str],
-    details: Callable[[Race], Details] = lambda _: {},
-) -> Report:
-    """Race the arms of each case; `make`, which can be pickled, builds it in fresh processes."""
-    with progress(plan.builds[-1]) as tick:
-
-        def build(unfinished: list[str], number: int) -> dict[str, Build]:
-            more = (plan, args.device, args.seed, unfinished, number)
-            return apart.run_apart(_build_cases, make, *more)
-
-        races = collect(build, names, plan, is_apart=True, tick=tick)
-    known, rows, found = {}, [], []
-    for name, race in races.items():
-        amounts, known[name] = race.builds[0].found, details(race)
-        for arm in race.arms if amounts else ():
-            time_s = race.quartiles_s(arm)[1]
-            known[name][arm] = {n: amount / time_s for n, amount in amounts.items()}
-        found += compare(f"speedup/{name}", race)
-        if PLAIN in race.arms:
-            arm = race.arms[-1]
-            found.append(measure(f"of_plain/{name}", race.ratio(arm, PLAIN), arm, PLAIN))
-        rows += [_row(name, arm, race, known[name]) for arm in race.arms]
-    return Report(table=rows, races=races, measurements=found, notes=notes, details=known)
-
-
-def _build_cases(
-    make: Callable[[str], Case], plan: Plan, device: str, seed: int, names: list[str], number: int
-) -> dict[str, Build]:
-    """Build each case, one after the other, and time it."""
-    builds = {}
-    for name in names:
-        case = make(name)
-        builds[name] = run_build(case, plan, device=device, seed=seed * 1000 + number)
-        builds[name].found = dict(case.amounts)
-        del case
-        gc.collect()
-    return builds
-
-
-def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
-    figures = {"median ms": 1e3 * race.quartiles_s(arm)[1], **details.get(arm, {})}
-    ratio, is_judged = race.ratio(arm), arm == race.arms[-1]
-    row = {
-        "race": name,
-        "arm": arm,
-        "builds": str(len(race.builds)),
-        **{
-            key: show(value, ".0f" if value >= 1000 or isinstance(value, int) else ".3f")
-            for key, value in figures.items()
-        },
-        "speed-up [95 %]": ratio.text(".3f", "x"),
-    }
-    if PLAIN in race.arms:
-        row["of plain [95 %]"] = race.ratio(arm, PLAIN).text(".3f", "x") if is_judged else ""
-    said = UNTOLD if find_noise({name: race}) else ratio.verdict
-    return row | {"verdict": "" if arm == race.arms[0] else said}
+# The record
 
 
 def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
@@ -212,8 +114,10 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
         "noise": noise,
         "table": [{column: row.get(column, "") for column in columns} for row in report.table],
         "notes": report.notes + _describe_builds(report.races),
-        "measurements": [asdict(each) | {"text": each.text()} for each in report.measurements],
-        "closing": report.closing,
+        "measurements": [
+            {**asdict(each), "verdict": each.verdict, "text": each.text()}
+            for each in report.measurements
+        ],
         "failures": report.failures,
         "sentence": "" if noise else report.sentence,
         "details": report.details,
@@ -228,15 +132,13 @@ def _describe_builds(races: Mapping[str, Race]) -> list[str]:
     """Say how often arms were built, and how long their threads waited for a core."""
     if not races:
         return []
-    counts = {len(race.builds) for race in races.values()}
-    shares = [race.waiting() for race in races.values()]
-    where = {True: "in processes of their own", False: "of new objects in one process"}
-    kinds = " or ".join(where[kind] for kind in {race.is_apart for race in races.values()})
-    least, most = min(counts), max(counts)
-    builds = f"{least} builds" if least == most else f"{least} to {most} builds of a race"
-    known = [share for share in shares if share is not None]
+    counts = sorted({len(race.builds) for race in races.values()})
+    is_apart = all(race.is_apart for race in races.values())
+    where = "in processes of their own" if is_apart else "of new objects in one process"
+    several = f" to {counts[-1]} builds of a race" if counts[1:] else " builds"
+    known = [share for race in races.values() if (share := race.waiting()) is not None]
     waited = f"at most {max(known):.1%} of the time" if known else "not counted here"
-    return [f"{builds} {kinds}; threads waited for a core: {waited}"]
+    return [f"{counts[0]}{several} {where}; threads waited for a core: {waited}"]
 
 
 def _finite(value: object) -> object:
@@ -263,30 +165,6 @@ def _describe(race: Race) -> dict[str, Any]:
     }
 
 
-def read_json(text: str, parse: Callable[[Any], _T], problem: str) -> _T:
-    """Return `parse` of a JSON file's content, for argparse; an error's text has `problem`."""
-    try:
-        with Path(text).open("rb") as file:
-            return parse(json.loads(file.read(_LARGEST_NBYTES)))
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-        missing = "it has no " if isinstance(error, LookupError) else ""
-        message = f"{text!r} {problem}: {missing}{error}"
-        raise argparse.ArgumentTypeError(message) from error
-
-
-def check_kinds(content: dict[str, Any], kinds: Mapping[str, type]) -> None:
-    """Raise an error unless some entries of a JSON object are of these kinds."""
-    for name, kind in kinds.items():
-        if not isinstance(content[name], kind):
-            msg = f"its {name} is {short(content[name])}, expected a {kind.__name__}"
-            raise TypeError(msg)
-
-
-def is_judged(measurement: dict[str, Any]) -> bool:
-    """Say whether a figure of a record is held to a target, and not only said to be faster."""
-    return measurement["verdict"] not in {"", *SAID}
-
-
 def render(record: dict[str, Any]) -> str:
     """Return the sentence, the table, the environment, the notes, and one line per target."""
     rows = [list(record["table"][0]), *(list(row.values()) for row in record["table"])]
@@ -295,8 +173,98 @@ def render(record: dict[str, Any]) -> str:
         f"torch {env['torch']}, {env['device']} ({env['device_name']}), {env['threads']} threads, "
         f"fastamp {env['fastamp']} (backends {' '.join(env['backends'])})"
     )
-    judged = (each["text"] for each in record["measurements"] if is_judged(each))
     first = [record["noise"], *record["failures"], record["sentence"]]
     first = [line for text in first if text for line in wrap(text, WIDTH)]
-    closing = [*judged, *record["closing"]]
-    return "\n".join([*first, *align(rows), machine, *record["notes"], *closing])
+    return "\n".join([*first, *align(rows), machine, *record["notes"], *list_verdicts(record)])
+
+
+def list_verdicts(record: dict[str, Any]) -> list[str]:
+    """Return a line for each figure that is held to a target."""
+    return [each["text"] for each in record["measurements"] if each["target"]]
+
+
+def read_json(text: str, parse: Callable[[Any], _T], problem: str) -> _T:
+    """Return `parse` of a JSON file's content, for argparse; an error's text has `problem`."""
+    try:
+        return parse(json.loads(Path(text).read_bytes()))
+    except (
+        *(OSError, ValueError, TypeError, AttributeError),
+        *(LookupError, ArithmeticError, RecursionError),
+    ) as error:
+        missing = "it has no " if isinstance(error, LookupError) else ""
+        message = f"{text!r} {problem}: {missing}{error}"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+# A baseline: whether a run can be compared with it, and what is a regression
+
+
+def read_baseline(text: str) -> dict[str, Any]:
+    """Return the record of a file that --json wrote, for argparse."""
+    return read_json(text, _find_metrics, "cannot be read")
+
+
+def _find_metrics(record: dict[str, Any]) -> dict[str, Any]:
+    """Add the `facts` and the intervals, `metrics`, of a record; one of another schema has none."""
+    is_known = record["schema_version"] == SCHEMA_VERSION
+    record["facts"] = _find_facts(record) if is_known else {}
+    found = {str(each["name"]): each["interval"] for each in record["measurements"] * is_known}
+    record["metrics"] = {
+        name: Interval(**{end: math.nan if x is None else float(x) for end, x in ends.items()})
+        for name, ends in found.items()
+        if ends is not None
+    }
+    return record
+
+
+def _find_facts(run: dict[str, Any]) -> dict[str, Any]:
+    """Return what has to be the same in two runs."""
+    machine = {key: run["environment"][key] for key in MACHINE}
+    return {"command": run["command"], **run["job"], **machine}
+
+
+def read_bound(text: str) -> tuple[str, float]:
+    """Return the metric and the greatest change of "speedup:-5%", for argparse."""
+    found = re.fullmatch(r"(.+):([+-]\d+(?:\.\d+)?)%", text)
+    change = float(found[2]) / 100 if found else 0.0
+    if found is None or not -1 < change < 1 or change == 0:
+        message = f"{text!r} is not a metric and a change from -99% to +99%, as in 'speedup:-5%'"
+        raise argparse.ArgumentTypeError(message)
+    return found[1], change
+
+
+def differences(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    """Return the reasons why a baseline cannot be compared with this run."""
+    if baseline["schema_version"] != SCHEMA_VERSION:
+        return [f"schema_version is {baseline['schema_version']}, not {SCHEMA_VERSION}"]
+    theirs, ours = baseline["facts"], json.loads(json.dumps(_find_facts(run)))
+    pairs = {key: (theirs.get(key), ours.get(key)) for key in sorted({*theirs, *ours})}
+    return [f"{key} is {their}, not {our}" for key, (their, our) in pairs.items() if their != our]
+
+
+def hold(new: Measurement, baseline: dict[str, Any], most: float) -> Measurement:
+    """Judge the change of a metric since the baseline, which may go up to `most`, with its sign.
+
+    It passes when its whole interval is within the bound, and fails when none of it is. A metric
+    that this run lacks, or that is not above 0, has no change in percent: inconclusive.
+    """
+    ends = (most, math.inf) if most < 0 else (-math.inf, most)
+    both = baseline["metrics"][new.name], new.interval or Interval.exact(math.nan)
+    old, now = (each.scaled(lambda x: math.log(x) if x > 0 else math.nan) for each in both)
+    value = now.value - old.value
+    # The errors of two independent runs add in quadrature.
+    low = value - math.hypot(now.value - now.low, old.high - old.value)
+    high = value + math.hypot(now.high - now.value, old.value - old.low)
+    return Measurement(
+        name=f"{new.name} since the baseline",
+        interval=Interval(value=value, low=low, high=high).scaled(_expm1),
+        base=BASELINE,
+        target=ends,
+        unit=" %",
+        reason="" if new.interval else "this run has no such metric",
+        is_counted=new.is_counted,
+    )
+
+
+def _expm1(log: float) -> float:
+    return math.expm1(min(log, LARGEST_LOG))

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 import fastamp
+from fastamp.bench.comparison import PLAIN, run_cases
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.race import Case, Plan
-from fastamp.bench.record import PLAIN, Report, Task, run_cases
+from fastamp.bench.record import Task
 
 MAX_NORM = 1.0  # less than the norm of the gradients: every step clips
 RATE = 1e-4
@@ -41,9 +43,8 @@ class Row:
     sizes: Sequence[tuple[int, ...]]
     optimizer: Make
     scaler: bool = True
-    in_a_loop: bool = False  # weights and biases of Linears: each step follows a pass of torch
+    in_a_loop: bool = False  # each step follows a pass of torch, see `Looped`
     zero_grad: bool = False
-    grouped: bool = False  # each parameter is a group of its own
     dtype: torch.dtype = torch.float32
 
     def make_case(self, device: str, seed: int) -> Case:
@@ -83,14 +84,12 @@ def add_options(add: Callable[..., object]) -> None:
 def prepare(args: argparse.Namespace, rows: Mapping[str, Row] = ROWS) -> Task:
     """Return the job and the function that runs it."""
     chosen = {name: rows[name] for name in args.rows}
-    return {"races": [*chosen], "seed": args.seed}, partial(_run, args, chosen)
-
-
-def _run(args: argparse.Namespace, rows: Mapping[str, Row]) -> Report:
-    notes = [f"{name}: {row.text}" for name, row in rows.items()]
+    notes = [f"{name}: {row.text}" for name, row in chosen.items()]
     notes += ["torch: unscale_, clip_grad_norm_, step and update; in a loop without a scaler"]
     notes += ["plain: sum() and mul_() over the bytes of the step; no limit: it can be beaten"]
-    return run_cases(args, PLAN, [*rows], partial(_make_case, args, rows), notes)
+    make = partial(_make_case, args, chosen)
+    job = {"races": [*chosen], "seed": args.seed}
+    return job, lambda: run_cases(args, PLAN, [*chosen], make, notes)
 
 
 def _make_case(args: argparse.Namespace, rows: Mapping[str, Row], name: str) -> Case:
@@ -144,28 +143,25 @@ def make_plain(side: "Side") -> tuple[Callable[[], object], Callable[[], object]
 
 
 class Side:
-    """The parameters, gradients, optimizer and scaler of one side of a race.
+    """The parameters, optimizer and scaler of one side of a race; `drawn` are its gradients."""
 
-    Args:
-        row: the step.
-        drawn: the gradients, before each call.
-    """
-
-    zero = 0.0  # the largest moment that may stand for 0
     codes_rtol = 0.0  # of moments that are codes
 
     def __init__(self, row: Row, drawn: list[Tensor]) -> None:
         self.row, self.drawn = row, drawn
-        self.parameters = [torch.nn.Parameter(grad + 1) for grad in drawn]
+        self.parameters = self.make_parameters()
         self.grads = [torch.empty_like(grad) for grad in drawn]
-        groups = [[each] for each in self.parameters] if row.grouped else [self.parameters]
-        self.optimizer = row.optimizer([{"params": group} for group in groups], lr=RATE)
+        self.optimizer = row.optimizer(self.parameters, lr=RATE)
         # Not 1 or another power of two, for which multiplies are exact. It never grows.
         device = drawn[0].device.type
         self.torch_scaler = torch.amp.GradScaler(device, init_scale=1.01, growth_interval=2**30)
         self.scaler = fastamp.GradScaler(device, init_scale=1.01, growth_interval=2**30)
         for scaler in (self.torch_scaler, self.scaler):
             scaler.scale(torch.ones((), device=device))
+
+    def make_parameters(self) -> list[nn.Parameter]:
+        """Return one for each gradient."""
+        return [nn.Parameter(grad + 1) for grad in self.drawn]
 
     def passes(self) -> tuple[int, int]:
         """Return how often a step reads as many bytes as the gradients have, and updates them.
@@ -175,11 +171,13 @@ class Side:
         """
         return (2, 3) if self.row.zero_grad else (1, 4)
 
-    def before(self) -> None:
+    def restore(self) -> None:
         """Restore the gradients as backward leaves them, all of them in the caches."""
         torch._foreach_copy_(self.grads, self.drawn)
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
+
+    before = restore  # of a call, off the clock
 
     def torch(self) -> object:
         """Take a step with torch's functions."""
@@ -191,9 +189,7 @@ class Side:
             self.torch_scaler.update()
         else:
             self.optimizer.step()
-        if self.row.zero_grad:
-            self.optimizer.zero_grad()
-        return None
+        return self.optimizer.zero_grad() if self.row.zero_grad else None
 
     def fastamp(self) -> object:
         """Take the same step with fastamp's."""
@@ -208,19 +204,19 @@ class Side:
         Raises:
             AssertionError: a figure differs by more than its dtype allows.
         """
-        Side.before(self)
+        self.restore()
         starts = [parameter.detach().double() for parameter in self.parameters]
         step()
         moments, weights = self.read()
         for place, (start, drawn) in enumerate(zip(starts, self.drawn, strict=True)):
             grad, left = drawn.double() * (MAX_NORM / norm), self.parameters[place].grad
             stepped = start * (1 - RATE * 0.01) - RATE * grad / (grad.abs() + 1e-8)
-            _compare(moments[place], 0.1 * grad, max(rtol, self.codes_rtol), self.zero)
+            _compare(moments[place], 0.1 * grad, max(rtol, self.codes_rtol))
             _compare(weights[place], stepped, rtol, 1e-7)
             assert (left is None) == self.row.zero_grad, "a gradient is left"  # noqa: S101
             if left is not None:
                 _compare(left, grad, rtol)
-        Side.before(self)
+        self.restore()
 
     def read(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the first moments, zero where no step was taken, and the weights."""
@@ -236,33 +232,24 @@ def _compare(found: Tensor, expected: Tensor, rtol: float, atol: float = 0.0) ->
 
 
 class Looped(Side):
-    """A side in a training: after a pass through the model the caches hold other data.
+    """A side in a training of Linears: after a pass through them the caches hold other data."""
 
-    The parameters are those of a stack of Linears, from its usual start.
-    """
-
-    def __init__(self, row: Row, drawn: list[Tensor]) -> None:
-        super().__init__(row, drawn)
-        device = drawn[0].device
-        rng = torch.Generator(device).manual_seed(0)
-        for parameter in self.parameters:
-            end = parameter.shape[-1] ** -0.5
-            torch.nn.init.uniform_(parameter, -end, end, generator=rng)
-        width = drawn[0].size(1)
-        self.rows = torch.randn(LOOP_ROWS, width, device=device, generator=rng)
-        self.labels = (self.rows[:, :8].sum(1) > 0).long()
-        self.device, self.start = device.type, 0
-        self.has_units = no_speed_reason(self.device, "bf16") is None
+    def make_parameters(self) -> list[nn.Parameter]:
+        """Return those of the model, and draw its rows."""
+        torch.manual_seed(0)  # both sides train the same
+        first, second, last = (nn.Linear(n, m) for m, n in self.row.sizes[::2])
+        relu, self.device = nn.ReLU(), self.drawn[0].device
+        self.model = nn.Sequential(first, relu, second, relu, last).to(self.device)
+        self.rows = torch.randn(LOOP_ROWS, first.in_features, device=self.device)
+        self.labels, self.start = (self.rows[:, :8].sum(1) > 0).long(), 0
+        self.has_units = no_speed_reason(self.device.type, "bf16") is None
+        return [*self.model.parameters()]
 
     def before(self) -> None:
         """Run the forward and backward pass on the next batch."""
         self.start = (self.start + LOOP_BATCH) % LOOP_ROWS
         chosen = slice(self.start, self.start + LOOP_BATCH)
         self.optimizer.zero_grad()
-        x = self.rows[chosen]
-        layers = zip(self.parameters[::2], self.parameters[1::2], strict=True)
-        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.has_units):
-            for place, (weight, bias) in enumerate(layers):
-                x = torch.nn.functional.linear(x.relu() if place else x, weight, bias)
-            loss = torch.nn.functional.cross_entropy(x, self.labels[chosen])
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.has_units):
+            loss = functional.cross_entropy(self.model(self.rows[chosen]), self.labels[chosen])
         torch.autograd.backward(loss)

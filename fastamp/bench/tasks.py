@@ -4,19 +4,17 @@ A function that breaks the contract raises a BrokenTask, which names the part.
 """
 
 import importlib
-import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
@@ -24,7 +22,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    TensorDataset,
     default_collate,
     default_convert,
 )
@@ -32,7 +29,6 @@ from torch.utils.data import (
 import fastamp
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.options import refuse
-from fastamp.data import ArrayDataset
 from fastamp.data.structure import map_tensors
 from fastamp.step.native import parameters_of
 from fastamp.train.model_call import ModelCall
@@ -71,7 +67,7 @@ For example:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The parts of a task, checked as far as is possible before anything runs."""
+    """The parts of a task."""
 
     model: nn.Module
     """On the CPU or on the device, with the weights that every arm starts from."""
@@ -90,8 +86,9 @@ class Training:
 
     @property
     def has_loader(self) -> bool:
-        """Say whether the data are batches already."""
-        return is_loader(self.data)
+        """Say whether the data are batches already, rather than what a DataLoader takes."""
+        is_dataset = isinstance(self.data, Dataset) or hasattr(self.data, "__getitem__")
+        return isinstance(self.data, DataLoader) or not is_dataset
 
 
 class BrokenTask(Exception):  # noqa: N818 - what is broken is the task
@@ -119,25 +116,34 @@ class Part:
             return
         said = next(iter(str(error).strip().splitlines()), "")
         line = f"{self.name}: {self.when} raised {type(error).__name__}: {said}"
-        if _is_out_of_memory(error) and self.name != "make":
+        is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if self.name != "make" and (is_full or "can't allocate memory" in said):
             line = f"batch_size: a step does not fit into memory; {line}"
         raise BrokenTask(line, _trace_of(error)) from None
 
 
-_MODEL = Part("model", "its call on a batch")
-_LOSS = Part("loss", "its computation")
+def _trace_of(error: BaseException) -> str:
+    """Return the traceback from the first call outside of the bench; "" if there is none."""
+    ours = (str(Path(__file__).parents[1]), importlib.__file__, "<frozen importlib")
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace))
 
 
-def is_loader(data: Any) -> bool:
-    """Say whether these are batches, rather than a dataset that a DataLoader takes."""
-    if isinstance(data, DataLoader):
-        return True
-    return not isinstance(data, Dataset) and not hasattr(data, "__getitem__")
+def expect(is_met: bool, part: str, wanted: str, got: object) -> None:  # noqa: FBT001
+    """Raise a BrokenTask that names a part of the contract, unless it is met."""
+    if not is_met:
+        msg = f"{part}: expected {wanted}, got {got}"
+        raise BrokenTask(msg)
 
 
 @cache  # a file is imported once
 def find_make(text: str) -> Make:
     """Return the function of FILE.py, FILE.py:NAME, package.module:NAME or a built-in job.
+
+    A file is imported as Python runs a script: it can import what lies beside it. A worker finds it
+    by its name, too, so its classes can be pickled.
 
     Raises:
         argparse.ArgumentError: there is no such function or job.
@@ -148,10 +154,17 @@ def find_make(text: str) -> Make:
     place, _, name = (f"{text}:make" if text.endswith(".py") else text).rpartition(":")
     if not place:
         refuse("task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
-    found = getattr(_import(place), name, None)
+    path, is_file = Path(place).absolute(), place.endswith(".py")
+    if is_file and str(path.parent) != sys.path[0]:
+        sys.path.insert(0, str(path.parent))
+    importlib.invalidate_caches()  # the file may be new
+    with Part(path.name, "its import"):
+        module = importlib.import_module(path.stem if is_file else place)
+    if is_file and path.resolve() != Path(getattr(module, "__file__", None) or "").resolve():
+        refuse("task", text, f"cannot be imported: another module is called {path.stem!r}")
+    found = getattr(module, name, None)
     if not callable(found):
-        problem = "has no such function" if found is None else f"has a {type(found).__name__} there"
-        refuse("task", text, problem)
+        refuse("task", text, f"has no function {name!r}")
     return found  # type: ignore[no-any-return]
 
 
@@ -159,25 +172,6 @@ def with_absolute_path(text: str) -> str:
     """Return the name of a task whose file, if it is in one, is found from every folder."""
     place, colon, name = (text, "", "") if text.endswith(".py") else text.rpartition(":")
     return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else text
-
-
-def _import(place: str) -> ModuleType:
-    """Import a module, or a file as Python runs a script: it can import what lies beside it.
-
-    A worker finds it by its name, too, so its classes can be pickled.
-    """
-    path = Path(place).absolute() if place.endswith(".py") else None
-    if path is not None and "." in path.stem:
-        refuse("task", str(path), "cannot be imported: a module has no dot in its name")
-    if path is not None and str(path.parent) != sys.path[0]:
-        sys.path.insert(0, str(path.parent))
-    importlib.invalidate_caches()  # the file may be new
-    with Part(place if path is None else path.name, "its import"):
-        module = importlib.import_module(place if path is None else path.stem)
-    found = Path(getattr(module, "__file__", None) or "").resolve()
-    if path is not None and path.resolve() != found:
-        refuse("task", str(path), f"cannot be imported: another module is called {path.stem!r}")
-    return module
 
 
 def make_training(make: Make, device: str, seed: int, batch_size: int | None = None) -> Training:
@@ -189,84 +183,33 @@ def make_training(make: Make, device: str, seed: int, batch_size: int | None = N
     got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
     expect(got in {"a tuple of 3", "a tuple of 4"}, "make", kinds, got)
     model, data, loss, *rest = made
+    expect(isinstance(model, nn.Module), "model", "an nn.Module", type(model).__name__)
     options = rest[0] if rest else {}
-    expect(isinstance(model, nn.Module), "model", "an nn.Module", short(model))
-    parameters = [*model.parameters()]
-    expect(not any(map(is_lazy, parameters)), "model", "no lazy modules: call it in make", "some")
-    trains = any(parameter.requires_grad for parameter in parameters)
-    expect(trains, "model", "a parameter that requires a gradient", f"{type(model).__name__}")
-    is_fine = loss is None or callable(loss)
-    expect(is_fine, "loss", "None or a function of output and target", short(loss))
-    expect(isinstance(options, dict), "options", "a dict", short(options))
-    for name, value in options.items():
-        expect(name in OPTIONS, "options", f"some of {', '.join(OPTIONS)}", repr(name))
-        fits, wanted = OPTIONS[name]
-        expect(fits(value), f"options[{name!r}]", wanted, short(value))
-    if batch_size is not None:
-        options = {**options, "batch_size": batch_size}
-    made = Training(model=model, data=read_data(data), loss=loss, **options)
-    is_ours = batch_size is None or not made.has_loader
+    known = [field.name for field in fields(Training)][3:]
+    is_known = isinstance(options, dict) and {*options} <= {*known}
+    expect(is_known, "options", f"a dict with some of {', '.join(known)}", options)
+    own = {} if batch_size is None else {"batch_size": batch_size}
+    training = Training(model=model, data=data, loss=loss, **{**options, **own})
+    is_ours = not (own and training.has_loader)
     expect(is_ours, "--batch-size", "a dataset: the task has a loader of its own", "one")
-    return made
+    return training
 
 
-def expect(is_met: bool, part: str, wanted: str, got: str) -> None:  # noqa: FBT001
-    """Raise a BrokenTask that names a part of the contract, unless it is met."""
-    if not is_met:
-        msg = f"{part}: expected {wanted}, got {got}"
-        raise BrokenTask(msg)
-
-
-def _is_function(value: Any) -> bool:
-    return value is None or callable(value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "optimizer": (_is_function, "a function of the model that returns optimizers"),
-    "evaluate": (_is_function, "a function of the model that returns its accuracy"),
-    "batch_size": (_is_count, "an integer above 0"),
-    "max_norm": (
-        lambda value: value is None or (isinstance(value, (int, float)) and 0 < value < math.inf),
-        "a number above 0, or None",
-    ),
-}
-
-
-def read_data(data: Any) -> Any:
-    """Return a dataset or a loader; a tuple of tensors or a dict of arrays becomes a dataset."""
-    if isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data):
-        with Part("dataset", "TensorDataset"):
-            return TensorDataset(*data)
-    if isinstance(data, (tuple, dict)):
-        with Part("dataset", "ArrayDataset"):
-            return ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
-    if is_loader(data):
-        kinds = "what a DataLoader takes, or an iterable of batches"
-        expect(hasattr(data, "__iter__"), "dataset", kinds, short(data))
-        kinds = "an iterable of batches, not an iterator, which can be read only once"
-        expect(not isinstance(data, Iterator), "dataset", kinds, short(data))
-    return data
-
-
-def make_optimizers(training: Training, model: nn.Module) -> list[Optimizer]:
+def make_optimizers(training: Training) -> list[Optimizer]:
     """Return the task's optimizers, or AdamW, fused where torch can."""
+    make = training.optimizer or partial(make_by_name, kind="adamw", lr=1e-3)
     with Part("options['optimizer']", "its call"):
-        if training.optimizer is None:
-            return [make_by_name(model, "adamw", lr=1e-3)]
-        made: Any = training.optimizer(model)
-    optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
-    for each in optimizers or [None]:
-        kind = "an optimizer from its call, or a list of them"
-        expect(isinstance(each, Optimizer), "options['optimizer']", kind, short(each))
-    own = {*map(id, model.parameters())}
-    has_own = any(id(each) in own for each in parameters_of(optimizers))
-    kind = "parameters of the model that it is called with"
-    expect(has_own, "options['optimizer']", kind, "others")
+        made: Any = make(training.model)
+        optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
+        stepped = {*map(id, parameters_of(optimizers))}
+        is_own = not stepped.isdisjoint(map(id, training.model.parameters()))
+    kind = "optimizers of parameters of the model that it is called with"
+    expect(is_own, "options['optimizer']", kind, "others")
     return optimizers
+
+
+_MODEL = Part("model", "its call on a batch")
+_LOSS = Part("loss", "its computation")
 
 
 def compute_loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
@@ -275,8 +218,6 @@ def compute_loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
     with _MODEL:
         inputs, target = call.split(batch)
         output = call.forward(model, inputs)
-    wanted = "predictions in a tensor, or with a loss of None its own loss"
-    expect(not isinstance(output, list), "model", wanted, "a list")
     with _LOSS:
         return call.loss(output, target)
 
@@ -309,9 +250,10 @@ TAKEN += " prefetch_factor persistent_workers pin_memory_device in_order"
 
 def with_fastamp(loader: Any, device: str) -> Iterable[Any]:
     """Return fastamp's loader of the same dataset, order and workers; of other batches prefetch."""
+    if isinstance(loader, fastamp.DataLoader):
+        return loader
     if type(loader) is not DataLoader:
-        is_there = device == "cpu" or isinstance(loader, fastamp.DataLoader)
-        return loader if is_there else _Prefetched(loader, device)
+        return loader if device == "cpu" else fastamp.prefetch(loader, device)
     options = {name: getattr(loader, name) for name in TAKEN.split() if hasattr(loader, name)}
     if loader.collate_fn not in {default_collate, default_convert}:
         options["collate_fn"] = loader.collate_fn
@@ -321,16 +263,6 @@ def with_fastamp(loader: Any, device: str) -> Iterable[Any]:
         options |= {"batch_sampler": loader.batch_sampler, "sampler": None, "drop_last": False}
         return fastamp.DataLoader(loader.dataset, device=device, **options)
     return fastamp.DataLoader(loader.dataset, loader.batch_size, device=device, **options)
-
-
-class _Prefetched:
-    """Batches of any iterable, whose copy to the device overlaps; anew in each pass."""
-
-    def __init__(self, batches: Iterable[Any], device: str) -> None:
-        self.batches, self.device = batches, device
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(fastamp.prefetch(self.batches, self.device))
 
 
 def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
@@ -356,24 +288,3 @@ def count_samples(batch: Any) -> int:
     leaves = tree_leaves(batch, lambda part: isinstance(part, list) and part is not batch)
     found = (part for part in leaves if isinstance(part, list) or getattr(part, "ndim", False))
     return next(map(len, found), 1)
-
-
-def short(value: Any) -> str:
-    """Return a value as text, or only its type where that is long."""
-    text = repr(value)
-    return text if len(text) <= 40 and "\n" not in text else type(value).__name__
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Say whether torch, on CPU or GPU, or NumPy raised an error because memory ran out."""
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
-
-
-def _trace_of(error: BaseException) -> str:
-    """Return the traceback from the first call outside of the bench; "" if there is none."""
-    ours = (str(Path(__file__).parents[1]), importlib.__file__, "<frozen importlib")
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
-        trace = trace.tb_next
-    return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace))

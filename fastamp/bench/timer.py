@@ -1,30 +1,21 @@
-"""The cost of an empty region of fastamp.Timer, beside two bare reads of the clock.
-
-Plain is a context manager that is written by hand, with contextlib.
-"""
+"""The cost of an empty region of fastamp.Timer, beside two bare reads of the clock."""
 
 import argparse
-import contextlib
 import math
 import timeit
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 
 import fastamp
+from fastamp.bench.comparison import Details, run_cases
 from fastamp.bench.race import Case, Interval, Plan, Race
-from fastamp.bench.record import PLAIN, Details, Report, Task, judge, run_cases
+from fastamp.bench.record import Measurement, Report, Task
 
 REGIONS = 2000  # in a visit
 PLAN = Plan(rounds=404, build_s=1.0, limit_s=45.0)
-STATEMENTS = {
-    "two reads": "clock(); clock()",
-    PLAIN: "with timed(): pass",
-    "region": "with timer('x'): pass",
-}
-METRICS = "speedup/timer, which is below 1, and of_plain/timer"
+STATEMENTS = {"two reads": "clock(); clock()", "region": "with timer('x'): pass"}
+METRICS = "speedup/timer, which is below 1"
 
 
 def prepare(args: argparse.Namespace) -> Task:
@@ -34,17 +25,7 @@ def prepare(args: argparse.Namespace) -> Task:
 
 def make_visits(device: str = "cpu") -> dict[str, timeit.Timer]:
     """Return a `timeit.Timer` of each statement, by arm."""
-    found: deque[int] = deque(maxlen=1)
-
-    @contextlib.contextmanager
-    def timed() -> Iterator[None]:
-        start_ns = perf_counter_ns()
-        try:
-            yield
-        finally:
-            found.append(perf_counter_ns() - start_ns)
-
-    names = {"clock": perf_counter_ns, "timed": timed, "timer": fastamp.Timer(device)}
+    names = {"clock": perf_counter_ns, "timer": fastamp.Timer(device)}
     return {arm: timeit.Timer(text, globals=names) for arm, text in STATEMENTS.items()}
 
 
@@ -62,10 +43,12 @@ def _run(args: argparse.Namespace) -> Report:
     make = partial(_make_case, args.device)
     report = run_cases(args, PLAN, ["timer"], make, notes, _least_ns)
     least = report.details["timer"]
-    cost = least["region"]["least ns"] / least["two reads"]["least ns"]
-    ends = (-math.inf, 3.0 if "cpu" in fastamp.backends() else 8.0)
-    on_gpu = args.device == "cuda"
-    reason = "two CUDA events cost more" if on_gpu else "against two reads of the clock"
-    figure = Interval.exact(cost)
-    verdict = judge("region's cost", figure, ends, "x", reason, excused=on_gpu)
+    verdict = Measurement(
+        name="region's cost",
+        interval=Interval.exact(least["region"]["least ns"] / least["two reads"]["least ns"]),
+        target=(-math.inf, 3.0 if "cpu" in fastamp.backends() else 8.0),
+        unit="x",
+        reason="against two reads of the clock",
+        excused="two CUDA events cost more" if args.device == "cuda" else "",
+    )
     return replace(report, measurements=[*report.measurements, verdict])

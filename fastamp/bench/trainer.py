@@ -1,36 +1,86 @@
-"""The one training loop of the bench: a task, with torch's loader and step or with fastamp's."""
+"""The one training loop of the bench: a task, with torch's loader and step or with fastamp's.
 
+Every arm calls a task's function itself, so that no two share a model, a loss or a loader.
+"""
+
+import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import fastamp
-from fastamp.bench.arms import Arm, read_switches, switched
-from fastamp.bench.environment import DTYPES
+from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.tasks import (
     BrokenTask,
+    Make,
     Part,
-    Training,
     compute_loss,
     count_samples,
     draw,
-    expect,
     find_make,
     make_loader,
     make_optimizers,
     make_training,
+    with_absolute_path,
 )
 from fastamp.step.native import parameters_of
 from fastamp.train.loop import modes_kept
 from fastamp.train.random_state import seed_all
 
 Region: TypeAlias = Callable[[str], AbstractContextManager[object]]  # such as a fastamp.Timer
+
+PRECISIONS = ("fp32", *DTYPES)
+NAME = r"[A-Za-z0-9_.+-]+"  # what --fail-on can tell from a bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to train: a task's name, a precision, and whose loader and step."""
+
+    name: str
+    task: str  # for `find_make`, so that a fresh process can call it
+    precision: str = "fp32"
+    is_ours: bool = False  # fastamp's loader and step
+    is_own: bool = False  # of --arm
+    base: str = ""  # the arm that it is compared with
+    metric: str = ""  # the name of their ratio
+
+
+def read_arm(text: str) -> tuple[str, str]:
+    """Return the name and the task of NAME=FILE.py:make, for argparse."""
+    name, _, place = text.partition("=")
+    if not re.fullmatch(NAME, name) or not place or name in PRECISIONS:
+        message = f"{text!r} is not NAME=FILE.py:make, with a name of its own"
+        raise argparse.ArgumentTypeError(message)
+    return name, with_absolute_path(place)
+
+
+def choose_precisions(device: str) -> list[str]:
+    """Return FP32, and the lower precisions that this machine has units for."""
+    low = DTYPES if device == "cuda" else ("bf16",)
+    return ["fp32", *(name for name in low if no_speed_reason(device, name) is None)]
+
+
+def list_arms(task: str, precisions: list[str], own: list[tuple[str, str]]) -> list[Arm]:
+    """Return torch's arm and fastamp's of each precision, and one for each (name, task) of `own`.
+
+    An arm of one's own trains in the last precision with torch's loader and step, as it is written.
+    """
+    arms, base = [], ""
+    for each in precisions:
+        about: dict[str, Any] = {"task": task, "precision": each}
+        ours, theirs = f"fastamp {each}", f"torch {each}"
+        arms.append(Arm(name=theirs, base=base, metric=f"precision/{each}", **about))
+        arms.append(Arm(name=ours, base=theirs, metric=f"fastamp/{each}", is_ours=True, **about))
+        base = arms[0].name
+    about = {"precision": precisions[-1], "is_own": True, "base": theirs}
+    return arms + [Arm(name=n, task=made, metric=f"speedup/{n}", **about) for n, made in own]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,45 +98,120 @@ _STEP = Part("options['optimizer']", "its step")
 _EVALUATE = Part("options['evaluate']", "its call on the model")
 _NOT_TIMED = nullcontext()
 
+# What a task may set for the whole process: how it is read, and how it is set.
+SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+]
+
+
+def switch(values: list[Any]) -> list[Any]:
+    """Set the switches of the process to these values; return those before."""
+    before = [read() for read, _ in SWITCHES]
+    for (_, write), old, new in zip(SWITCHES, before, values or before, strict=True):
+        if old != new:
+            write(new)
+    return before
+
 
 class Trainer:
-    """A task and its arm: the model, which it trains in place, optimizers, scaler and losses."""
+    """An arm that trains: its own task, optimizers, scaler, and loader, from which a visit draws.
 
-    def __init__(self, arm: Arm, training: Training, device: str) -> None:
-        self.arm, self.training, self.device = arm, training, device
-        self.model = training.model
-        with _MOVE:
-            self.model.to(device)
-        self.optimizers = make_optimizers(training, self.model)
-        self.parameters = parameters_of(self.optimizers)
-        self.dtype = DTYPES.get(arm.precision)
-        make = fastamp.GradScaler if arm.is_ours else torch.amp.GradScaler
-        self.scaler = make(device, enabled=self.dtype is torch.float16)
+    What the task sets for the whole process is in force in this arm alone. `make` replaces the
+    function of the arm's task.
+    """
+
+    def __init__(
+        self,
+        arm: Arm,
+        device: str,
+        seed: int,
+        batch_size: int | None = None,
+        make: Make | None = None,
+    ) -> None:
+        self.arm, self.device, self.seed, self.steps = arm, device, seed, 1
         self.losses: list[Any] = []
+        self.sizes: list[int] = []  # of all batches so far, in samples
+        self.dtype = DTYPES.get(arm.precision)
+        scaler = fastamp.GradScaler if arm.is_ours else torch.amp.GradScaler
+        self.scaler = scaler(device, enabled=self.dtype is torch.float16)
         self._seen = self._count_skipped()
+        self._switches: list[Any] = []  # as they are now
+        with self._ours():
+            self.training = make_training(make or find_make(arm.task), device, seed, batch_size)
+            self.model = self.training.model
+            with _MOVE:
+                self.model.to(device)
+            self.optimizers = make_optimizers(self.training)
+            loader = make_loader(self.training, seed, device=device, is_ours=arm.is_ours)
+        self.parameters = parameters_of(self.optimizers)
+        self.workers = int(getattr(loader, "num_workers", 0))
+        self._batches = draw(loader, device)
 
-    def train(self, batches: Iterable[Any], region: Region = lambda _: _NOT_TIMED) -> None:
-        """Take a step on each batch; `region` names its parts: "forward", "backward", "step"."""
-        for batch in batches:
-            self.train_step(batch, region)
+    @contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Set the arm's switches, keep what it changes, and put all back after it.
 
-    def train_step(self, batch: Any, region: Region) -> None:
-        """Take one optimizer step; without loss scaling the scaler passes everything through."""
+        An error of an arm of one's own names it.
+        """
+        before = switch(self._switches)
+        try:
+            yield
+        except BrokenTask as error:
+            line = f"--arm {self.arm.name}: {error.line}" if self.arm.is_own else error.line
+            raise BrokenTask(line, error.trace) from None
+        finally:
+            self._switches = switch(before)
+
+    def prepare(self) -> None:
+        """Seed the next visit: all arms draw the same numbers in it, such as dropout's."""
+        seed_all(self.seed, 0, 1 + len(self.losses))
+
+    def visit(self, region: Region = lambda _: _NOT_TIMED) -> None:
+        """Take the steps of a visit, each on the next batch; the wait for it is "data"."""
+        with self._ours():
+            for _ in range(self.steps):
+                with region("data"):
+                    batch = next(self._batches)
+                self.sizes.append(count_samples(batch))
+                self.train_step(batch, region)
+
+    def train_step(self, batch: Any, region: Region = lambda _: _NOT_TIMED) -> None:
+        """Take one optimizer step; without loss scaling the scaler passes everything through.
+
+        `region` names its parts: "forward", "backward", "step".
+        """
         if not self.arm.is_ours:  # fastamp's step frees the gradients
             with region("step"):
                 for optimizer in self.optimizers:
                     optimizer.zero_grad()
-        with region("forward"), self.autocast():
+        with region("forward"), self._autocast():
             loss = compute_loss(self.training, self.model, batch)
         with region("backward"), _BACKWARD:
             torch.autograd.backward(self.scaler.scale(loss))
         with region("step"), _STEP:
-            (_fastamp_step if self.arm.is_ours else _torch_step)(self)
-            self.scaler.update()
+            self._step()
         self.losses.append(loss.detach())  # read at the end: no step waits for it
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of the forward pass."""
+    def _step(self) -> None:
+        """Unscale, clip, step and update, as torch's documentation has it or by fastamp."""
+        scaler: Any = self.scaler
+        max_norm = self.training.max_norm
+        if self.arm.is_ours:  # fastamp.GradScaler steps several optimizers at once
+            scaler.step(self.optimizers, max_norm=max_norm, zero_grad=True)
+        else:
+            if max_norm is not None:
+                for optimizer in self.optimizers:
+                    scaler.unscale_(optimizer)
+                clip_grad_norm_(self.parameters, max_norm)
+            for optimizer in self.optimizers:
+                scaler.step(optimizer)
+        scaler.update()
+
+    def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device, dtype=self.dtype) if self.dtype else nullcontext()
 
     def has_skipped(self) -> bool:
@@ -105,76 +230,11 @@ class Trainer:
         score = self.training.evaluate
         if score is None:
             return []
-        with torch.no_grad(), modes_kept(self.model), _EVALUATE:
+        with self._ours(), torch.no_grad(), modes_kept(self.model), _EVALUATE:
             self.model.eval()
-            with self.autocast():
+            with self._autocast():
                 found: Any = score(self.model)
             found = found if isinstance(found, Mapping) else {"accuracy": found}
             parts = torch.as_tensor(found.get("accuracy", math.nan), dtype=torch.float64).flatten()
             loss = None if found.get("loss") is None else float(found["loss"])
-        wanted = "a number, or a list of them"
-        expect(parts.numel() > 0, "options['evaluate']", wanted, "an empty list")
         return [Score(loss=loss, accuracy=parts.mean().item(), window_accuracies=parts.tolist())]
-
-
-def _torch_step(trainer: Trainer) -> None:
-    if trainer.training.max_norm is not None:
-        for optimizer in trainer.optimizers:
-            trainer.scaler.unscale_(optimizer)
-        clip_grad_norm_(trainer.parameters, trainer.training.max_norm)
-    for optimizer in trainer.optimizers:
-        trainer.scaler.step(optimizer)
-
-
-def _fastamp_step(trainer: Trainer) -> None:
-    scaler: Any = trainer.scaler  # fastamp.GradScaler, which steps several at once
-    scaler.step(trainer.optimizers, max_norm=trainer.training.max_norm, zero_grad=True)
-
-
-class Runner:
-    """An arm that runs: its own task, and its own loader, from which a visit draws its batches.
-
-    What the task sets for the whole process is in force in this arm alone.
-    """
-
-    def __init__(self, arm: Arm, device: str, seed: int, batch_size: int | None = None) -> None:
-        self.arm, self.seed, self.steps = arm, seed, 1
-        self.sizes: list[int] = []  # of all batches so far, in samples
-        self._switches = read_switches()
-        with self._ours():
-            training = make_training(find_make(arm.task), device, seed, batch_size)
-            self.trainer = Trainer(arm, training, device)
-            loader = make_loader(training, seed, device=device, is_ours=arm.is_ours)
-        self.workers = int(getattr(loader, "num_workers", 0))
-        self._batches = draw(loader, device)
-
-    @contextmanager
-    def _ours(self) -> Iterator[None]:
-        """Set the arm's switches; an error of an arm of one's own names it."""
-        try:
-            with switched(self._switches):
-                yield
-        except BrokenTask as error:
-            line = f"--arm {self.arm.name}: {error.line}" if self.arm.is_own else error.line
-            raise BrokenTask(line, error.trace) from None
-
-    def prepare(self) -> None:
-        """Seed the next visit: all arms draw the same numbers in it, such as dropout's."""
-        seed_all(self.seed, 0, 1 + len(self.trainer.losses))
-
-    def visit(self, region: Region = lambda _: _NOT_TIMED) -> None:
-        """Take the steps of a visit, each on the next batch; the wait for it is "data"."""
-        with self._ours():
-            self.trainer.train(islice(self._draw(region), self.steps), region)
-
-    def _draw(self, region: Region) -> Iterator[Any]:
-        while True:
-            with region("data"):
-                batch = next(self._batches)
-            self.sizes.append(count_samples(batch))
-            yield batch
-
-    def score(self) -> list[Score]:
-        """Score the model as it is."""
-        with self._ours():
-            return self.trainer.evaluate()

@@ -4,7 +4,7 @@ from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import TrainConfig
 from fastamp.train.model_call import ModelCall
 from fastamp.train.precision import compute_effective_precision
-from fastamp.train.result import Curve, RankStats, TrainResult
+from fastamp.train.result import Curve, TrainResult
 from fastamp.train.run import fine_tune
 from fastamp.train.state_file import CheckpointError
 
@@ -13,7 +13,6 @@ __all__ = [
     "Checkpointer",
     "Curve",
     "ModelCall",
-    "RankStats",
     "TrainConfig",
     "TrainResult",
     "compute_effective_precision",

@@ -6,7 +6,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader
@@ -14,9 +15,9 @@ from fastamp.data.datasets import count_rows
 from fastamp.data.loader import find_share_of
 from fastamp.data.order import find_samplers
 from fastamp.data.structure import map_tensors
+from fastamp.train import ranks
 from fastamp.train.config import TrainConfig
 from fastamp.train.random_state import rng_state, set_rng_state
-from fastamp.train.ranks import Ranks
 
 
 class Batches:
@@ -33,27 +34,25 @@ class Batches:
         ValueError: it has no samples.
     """
 
-    def __init__(
-        self, name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool
-    ) -> None:
-        self._name, self._device, self._n_ranks = name, config.chosen_device, ranks.count
-        self.loader: Any = _make_loader(name, data, config, ranks, shuffle=shuffle)
+    def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> None:
+        self._name, self._device = name, config.chosen_device
+        self.loader: Any = _make_loader(name, data, config, shuffle=shuffle)
         if not hasattr(self.loader, "__iter__"):
             kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
             msg = f"{name}: expected {kinds}, got {type(data).__name__}"
             raise TypeError(msg)
         self._is_moved = self.loader is not data  # ours, which moves them to the device
-        share = find_share_of(self.loader)
-        self.is_shared, self._n_own = share is not None, sys.maxsize
-        if share is not None and not shuffle:  # without the padding of its share
-            self._n_own = len(range(share.rank, len(self.loader.dataset), share.ranks))
+        self._share, self._n_own = find_share_of(self.loader), sys.maxsize
+        if self._share is not None and not shuffle:  # without the padding of its share
+            rows = range(self._share.rank, len(self.loader.dataset), self._share.ranks)
+            self._n_own = len(rows)
         self.has_state = isinstance(self.loader, DataLoader)
         """Whether the loader can resume within a pass."""
-        if self.has_state and shuffle and config.checkpoint_dir is not None:
-            self.loader.state_dict()  # which refuses a position that cannot be known
         if not self.has_state:
             with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
                 self.has_state = self.loader.state_dict() is not None
+        elif shuffle and config.checkpoint_dir is not None:
+            self.loader.state_dict()  # which refuses a position that cannot be known
         self.n_consumed = 0
         """Batches of this pass."""
         self._is_resumed = False
@@ -80,11 +79,6 @@ class Batches:
         self.n_consumed, self._batches = 0, iter(())
 
     @property
-    def can_resume(self) -> bool:
-        """Whether a checkpoint that is written now can be resumed: in a pass it needs a state."""
-        return self.has_state or not self.n_consumed
-
-    @property
     def n_batches(self) -> int | None:
         """Batches in a pass; None if the loader has no length."""
         try:
@@ -97,27 +91,26 @@ class Batches:
 
         So do Hugging Face's Trainer and Lightning. A resumed pass is told its own epoch again.
         """
-        has_own = callable(getattr(self.loader, "set_epoch", None))
-        told = [self.loader] if has_own else find_samplers(self.loader)
-        for one in (*told, getattr(self.loader, "dataset", None)):
-            if callable(getattr(one, "set_epoch", None)):
-                one.set_epoch(epoch)
+        has_own = hasattr(self.loader, "set_epoch")
+        informed = [self.loader] if has_own else find_samplers(self.loader)
+        for each in (*informed, getattr(self.loader, "dataset", None)):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""
         loader = self.loader.state_dict() if self.has_state else None
-        return {"n_consumed": self.n_consumed, "n_ranks": self._n_ranks, "loader": loader}
+        return {"n_consumed": self.n_consumed, "n_ranks": ranks.count(), "loader": loader}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless this kind of data can resume; a loader checks its own state."""
         n_ranks = state["n_ranks"]
-        if n_ranks != self._n_ranks and state["n_consumed"] and not self.is_shared:
+        if n_ranks != ranks.count() and state["n_consumed"] and self._share is None:
             msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own: use as many"
             raise ValueError(msg)
         if (state["loader"] is None) is self.has_state:
-            states = ("resumes by itself", "has no state of it"), ("has no state", "has one")
-            here, there = states[not self.has_state]
-            msg = f"{self._name} {here}, and the checkpoint {there}"
+            msg = f"{self._name}: expected a loader {'with' if state['loader'] else 'without'} a "
+            msg += f"state_dict, as in the checkpoint, got {type(self.loader).__name__}"
             raise ValueError(msg)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,7 +122,7 @@ class Batches:
                 self.loader.state_dict()
         self._is_resumed = self.has_state and self.n_consumed > 0
 
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _move(self, tensor: Tensor) -> Tensor:
         # On the CPU a batch may be read at once.
         return tensor.to(self._device, non_blocking=self._device.type != "cpu")
 
@@ -137,9 +130,9 @@ class Batches:
         """Begin a pass; one that resumes has drawn its random numbers when it began at first."""
         if not self._is_resumed:
             return iter(self.loader)
-        self._is_resumed, rng = False, rng_state([self._device])
+        self._is_resumed, rng = False, rng_state()
         batches: Iterator[Any] = iter(self.loader)
-        set_rng_state(rng, [self._device])
+        set_rng_state(rng)
         return batches
 
 
@@ -151,43 +144,38 @@ def count_samples(batch: Any) -> int:
     images or sequences of a size of their own, or a mapping.
     """
     columns = batch if isinstance(batch, (list, tuple)) else [batch]
-    if not isinstance(batch, (list, tuple, torch.Tensor)) and isinstance(batch, Mapping):
+    if not isinstance(batch, (list, tuple, Tensor)) and isinstance(batch, Mapping):
         columns = [*batch.values()]
     for column in columns:
-        if isinstance(column, torch.Tensor):
+        if isinstance(column, Tensor):
             return column.shape[0] if column.ndim else 1
-    lengths: list[int] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        lengths.append(tensor.shape[0] if tensor.ndim else 1)
-        return tensor
-
-    map_tensors(note, batch)
+    leaves = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, Tensor)]
+    lengths = [leaf.shape[0] if leaf.ndim else 1 for leaf in leaves]
     lists = [column for column in columns if isinstance(column, (list, tuple))]
     are_samples = len(set(lengths)) > 1 or any(isinstance(x, Mapping) for c in lists for x in c)
     return len(lists[0]) if lists and are_samples else next(iter(lengths), 1)
 
 
-def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:
+def _first(n: int, tensor: Tensor) -> Tensor:
     return tensor[:n] if tensor.ndim else tensor
 
 
-def _make_loader(name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool) -> Any:
+def _make_loader(name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
         count_rows((*data,) if isinstance(data, tuple) else data, name)
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
         return data
-    if not isinstance(data, IterableDataset) and hasattr(data, "__len__") and not len(data):
+    is_stream = isinstance(data, IterableDataset)
+    if not is_stream and hasattr(data, "__len__") and not len(data):
         msg = f"{name}: has no samples"
         raise ValueError(msg)
-    is_shared = ranks.mode is not None and not isinstance(data, IterableDataset)
     return DataLoader(
         data,
         config.batch_size,
-        shuffle=shuffle and not isinstance(data, IterableDataset),
+        shuffle=shuffle and not is_stream,
         num_workers=config.num_workers,
-        shard=is_shared,
+        shard=ranks.has_group() and not is_stream,
         device=config.chosen_device,
         seed=config.seed,
     )

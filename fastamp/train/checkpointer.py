@@ -1,51 +1,31 @@
 """`fastamp.Checkpointer`: collects the states of a loop's parts, checks them, and restores them."""
 
-import logging
 import math
 import os
-import sys
-import threading
+import pickle
 import warnings
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from fastamp.data.checks import as_integer
 from fastamp.data.loader import DataLoader, check_state, find_share_of
-from fastamp.train.fits import check_model, check_names, check_parts, names_in
+from fastamp.train import ranks
+from fastamp.train.fits import check_equal, check_model, check_parts, describe
 from fastamp.train.folder import Folder
-from fastamp.train.random_state import all_devices, rng_state, set_rng_state
-from fastamp.train.ranks import Ranks
+from fastamp.train.random_state import rng_state, set_rng_state
 from fastamp.train.signals import DEFERRED, Signals
-from fastamp.train.state_file import (
-    CheckpointError,
-    DamagedError,
-    as_plain,
-    check_pickled,
-    read_file,
-    write_file,
-)
-from fastamp.train.weights import (
-    check_whole,
-    copied,
-    load_model,
-    load_optimizer,
-    save_weights,
-    to_shards,
-    to_whole,
-)
+from fastamp.train.state_file import CheckpointError, DamagedError, read_file, write_file
+from fastamp.train.states import find_left_out, load_part, to_saved
 
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
-_OF_RANK = ("loader",)  # parts that each rank saves for itself
+_OF_RANK = ("loader", "rng")  # that each rank saves for itself
 # A checkpoint's own entries: no part may have such a name.
 _OWN_NAMES = {"best", "format", "kinds", "names", "ranks", "rng", "step"}
 
@@ -80,8 +60,6 @@ class Checkpointer:
         keep: how many of the newest checkpoints to keep.
         best: "min" or "max" keeps, beside them, the one with the lowest or highest `metric` of
             `save`.
-        in_thread: let `save` copy everything to the host's memory, and a thread write the copy. Not
-            over ranks.
         parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. If
             it also has `check_state_dict(state)`, this is called before anything is restored, and
             raises a ValueError for a wrong state.
@@ -89,8 +67,8 @@ class Checkpointer:
     Raises:
         OSError: the folder cannot be read.
         TypeError: `folder` is no path, or a part has no `state_dict` or `load_state_dict`.
-        ValueError: `keep`, `best` or `in_thread` is wrong, `folder` is an address such as s3://, or
-            the name of a part is taken.
+        ValueError: `keep` or `best` is wrong, `folder` is an address such as s3://, or the name of
+            a part is taken.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -110,8 +88,6 @@ class Checkpointer:
         16
     """
 
-    _argument, _anew = "folder", "another folder starts anew"  # in errors
-
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -123,32 +99,24 @@ class Checkpointer:
         scheduler: Any = None,
         keep: int = 3,
         best: str | None = None,
-        in_thread: bool = False,
         **parts: Any,
     ) -> None:
-        parts |= {"loader": loader, "scaler": scaler, "scheduler": scheduler}
+        is_path = "://" not in os.fspath(folder)
+        _expect("folder", folder, "a path of a mounted file system", fine=is_path)
+        as_integer("keep", keep, least=1, optional=False)
+        _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
+        # The scheduler comes before the optimizer, whose state has the rate.
+        parts = {"model": model, **parts, "scheduler": scheduler, "optimizer": optimizer}
+        parts |= {"loader": loader, "scaler": scaler}
         parts = {name: part for name, part in parts.items() if part is not None}
-        has_ranks = dist.is_available() and dist.is_initialized()
-        ranks = Ranks("ddp", dist.get_rank(), dist.get_world_size()) if has_ranks else Ranks()
-        alone = not (in_thread and has_ranks)
-
-        def check_arguments() -> None:
-            _check_kinds(folder, model, optimizer, parts)
-            as_integer("keep", keep, least=1, optional=False)
-            _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
-            _expect("in_thread", in_thread, "False over ranks", fine=alone)
-
-        ranks.together(check_arguments)
-        parts = {"model": model} | parts | ({} if optimizer is None else {"optimizer": optimizer})
+        for name, part in parts.items():
+            _check_part(name, part)
         self._parts = {name: _unwrapped(part) for name, part in parts.items()}
-        self._folder = Folder(folder, keep=keep, argument=self._argument)
+        self._folder = Folder(folder, keep=keep)
         self._newest = ranks.first(self._folder.newest)  # which may be damaged
-        self._ranks, self._in_thread, self._mode = ranks, in_thread, best
+        self._mode = best
         self._best: dict[str, Any] | None = None  # the step, metric and mode of the best checkpoint
-        self._as_many = True  # ranks wrote the checkpoint that is being checked, or was restored
         self._signals: Signals | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the thread
 
     @property
     def best_path(self) -> Path | None:
@@ -161,10 +129,8 @@ class Checkpointer:
         """Write a checkpoint after a step; it replaces an earlier one of the same step.
 
         1. With `every`, return unless `step` is a multiple of it, or a signal has come.
-        2. Wait for the thread that writes the checkpoint before, if there is one.
-        3. Write to a temporary file, sync it, rename it, sync the folder; then remove older ones.
-           With `in_thread` a thread does so from a copy: the call returns when the copy is made.
-        4. After `on_signal`, if a signal has come: do what it does, such as exit.
+        2. Write to a temporary file, sync it, rename it, sync the folder; then remove older ones.
+        3. After `on_signal`, if a signal has come: do what it does, such as exit.
 
         Args:
             step: how many steps are done, at least 0, and no less than before.
@@ -173,13 +139,12 @@ class Checkpointer:
                 it is never the best. Without `best` it is ignored.
 
         Raises:
-            OSError: the checkpoint cannot be written, or the one before could not be, in a thread;
-                the other checkpoints are unchanged. Or another run has saved in the folder. A
-                TimeoutError: another rank has not called it within a minute.
+            OSError: the checkpoint cannot be written; the other checkpoints are unchanged. Or
+                another run has saved in the folder. A TimeoutError: another rank has not called it
+                within a minute.
             CheckpointError: a state holds an object that could not be read back, since it is
                 neither a tensor nor a plain value; or the model's leaves out a parameter that is
                 trained, or a persistent buffer. The other checkpoints are unchanged.
-            TypeError: `metric` is no number.
             ValueError: the folder has a checkpoint of a later step, which was not restored; or
                 `step` or `every` is too small, or no integer.
         """
@@ -189,11 +154,15 @@ class Checkpointer:
         _expect("step", step, expected, fine=step >= least)
         every = as_integer("every", every, least=1)
         is_due = every is None or step % every == 0
-        received = self._received(step, is_due=is_due)
+        received = None if self._signals is None else self._signals.received
+        if ranks.count() > 1:
+            if not is_due and (self._signals is None or step % _EXCHANGE_EVERY):
+                return
+            ranks.meet("save")
+            received = max(ranks.gather(received or 0)) or None
         if is_due or received is not None:
             self._save(step, metric)
         if received is not None and self._signals is not None:
-            self.wait()
             self._signals.deliver(received)
 
     def restore(self, *, only: Collection[str] | None = None, best: bool = False) -> int | None:
@@ -216,20 +185,26 @@ class Checkpointer:
         """
         known = {*self._parts, "rng"}
         _expect("only", only, f"names of {sorted(known)}", fine=only is None or known >= {*only})
-        self.wait()
-        self._ranks.meet("restore")
-        state = self._load(only)
+        ranks.meet("restore")
+        state, damage = self._read_newest(only)
         if state is not None and best:
             if state["best"] is None:
                 needs = "Checkpointer(best=...) and save(metric=...)"
                 msg = f"best: there is none until step {state['step']}: it needs {needs}"
                 raise CheckpointError(msg)
-            state = self._ranks.together(partial(self._read, state["best"]["step"], only))
+            state = ranks.together(self._read, state["best"]["step"], only)
         if state is None:
             return None
+        if damage and ranks.rank() == 0:
+            resumed = self._folder.path_of(state["step"])
+            warnings.warn(f"{damage}; resumed from {resumed}", stacklevel=2)
         self._folder.go_back(state["step"])
-        self._newest = state["step"]
-        self._apply(state, only)
+        self._newest, self._best = state["step"], state["best"]
+        # First the loader: it refuses the state of another one, and nothing has changed then.
+        for name in sorted(self._chosen(only), key=lambda name: name != "loader"):
+            ranks.together(load_part, self._parts[name], state[name])
+        if len(state["ranks"]) == ranks.count() and (only is None or "rng" in only):
+            set_rng_state(state["rng"])
         return int(state["step"])
 
     def on_signal(self, *numbers: int) -> Self:
@@ -237,8 +212,8 @@ class Checkpointer:
 
         Call `save(step, every=...)` at the end of every step, so that a signal waits for one step
         at most. A second signal acts at once. `with checkpointer.on_signal():` restores the
-        handlers at the end, as `close` does. In any thread but the main one it does nothing. Over
-        ranks all have to call this; a signal to one is then a signal to all, within 10 steps.
+        handlers at the end. In any thread but the main one it does nothing. Over ranks all have to
+        call this; a signal to one is then a signal to all, within 10 steps.
 
         Signal this process alone. A signal to its whole group may end a loader's worker processes,
         too: torch's error about them then ends the loop before the next `save`, and the steps since
@@ -253,254 +228,122 @@ class Checkpointer:
             self._signals = Signals(numbers or DEFERRED).__enter__()
         return self
 
-    def wait(self) -> None:
-        """Wait until the checkpoint that `save` has begun in a thread is written.
-
-        Raises:
-            OSError: it could not be written.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def close(self) -> None:
-        """Wait for the thread, and restore the handlers of signals."""
-        try:
-            self.wait()
-        finally:
-            signals, self._signals = self._signals, None
-            if signals is not None:
-                signals.__exit__()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Write only the model's tensors, as safetensors; the file is written whole or not at all.
-
-        `safetensors.torch.load_model(model, path)` reads it. Over ranks all have to call this, and
-        the first one writes whole tensors.
-
-        Raises:
-            ImportError: safetensors is not installed; it comes with the extra `safetensors`.
-            OSError: it cannot be written.
-        """
-        save_weights(self._parts["model"], Path(path), self._ranks)
-
-    def _received(self, step: int, *, is_due: bool) -> int | None:
-        """Return a signal that this or another rank has received."""
-        exchanges = is_due or (self._signals is not None and step % _EXCHANGE_EVERY == 0)
-        if self._ranks.mode is not None and exchanges:
-            self._ranks.meet("save")
-        received = None if self._signals is None else self._signals.received
-        if self._ranks.mode is None:
-            return received
-        return max(self._ranks.gather(received or 0)) or None if exchanges else None
-
-    def _is_better(self, metric: float) -> bool:
-        """Say whether a checkpoint with a metric, which may be NaN, would be the best one."""
-        if self._mode is None or math.isnan(metric):
-            return False
-        return self._best is None or _SIGNS[self._mode] * (self._best["metric"] - metric) > 0
+        signals, self._signals = self._signals, None
+        if signals is not None:
+            signals.__exit__()
 
     def _save(self, step: int, metric: float | Tensor | None) -> None:
-        self.wait()
-        state, own = self._ranks.together(partial(self._collect, step, metric))
-        if self._ranks.mode is not None:
-            keeps = self._ranks.rank == 0
-            state = {name: to_whole(value, keeps=keeps) for name, value in state.items()}
-        state["ranks"] = self._ranks.gather(own)
-        if not self._in_thread:
-            self._write(state)
-            return
-        thread = threading.Thread(target=self._write_in_thread, args=(copied(state),))
-        thread.name, thread.daemon = "fastamp-checkpoint", False
-        self._thread, self._newest = thread, step
-        thread.start()
+        state, own = ranks.together(self._collect, step, metric)
+        keeps = ranks.rank() == 0
+        state = {name: to_saved(value, keeps=keeps) for name, value in state.items()}
+        state["ranks"] = ranks.gather(own)
+        ranks.first(self._write, state)
+        self._best, self._newest = state["best"], step
 
     def _collect(
         self, step: int, metric: float | Tensor | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state that is the same on all ranks, and what is this rank's own."""
-        number = math.nan if metric is None or self._mode is None else _as_number(metric)
         best = self._best
-        if self._is_better(number):
-            best = {"step": step, "metric": number, "mode": self._mode}
-        state = {"step": step, "best": best, "kinds": self._kinds(), "names": self._names()}
-        states = {name: as_plain(part.state_dict()) for name, part in self._parts.items()}
-        try:
-            check_whole(self._parts["model"], states["model"])
-        except ValueError as error:
-            msg = f"{self._folder.title}: nothing is saved: its model {error}"
-            raise CheckpointError(msg) from error
-        own = {name: states.pop(name) for name in _OF_RANK if name in states}
-        own["rng"] = rng_state(all_devices())
-        if self._ranks.mode is not None:
-            check_pickled(own)  # else the other ranks would wait for this one
+        if metric is not None and self._mode is not None:
+            number = float(metric.item() if isinstance(metric, Tensor) else metric)
+            # NaN is not better.
+            before = _SIGNS[self._mode] * math.inf if best is None else best["metric"]
+            if _SIGNS[self._mode] * (before - number) > 0:
+                best = {"step": step, "metric": number, "mode": self._mode}
+        state = {"step": step, "best": best, **describe(self._parts)}
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        if left_out := find_left_out(self._parts["model"], states["model"]):
+            more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            remedy = "model.state_dict() must have all but frozen parameters (requires_grad=False)"
+            msg = f"nothing is saved: its model leaves out {left_out[0]!r}{more}: {remedy}"
+            msg += " and buffers that are not persistent"
+            raise CheckpointError(msg)
+        states["rng"] = rng_state()
+        own = {n: to_saved(states.pop(n), keeps=True) for n in _OF_RANK if n in states}
+        if ranks.count() > 1:
+            pickle.dumps(own)  # an error after this one would let the other ranks wait
         return state | states, own
 
     def _write(self, state: dict[str, Any]) -> None:
-        """Write what `_save` has collected, or a copy of it, on the first rank."""
+        folder, step, best = self._folder, state["step"], state["best"]
+        with folder.named(f"{folder.path_of(step).name} cannot be written"):
+            part = folder.begin()
+            try:
+                write_file(part, state)
+                folder.publish(part, step, best and best["step"])
+            finally:
+                part.unlink(missing_ok=True)
 
-        def write() -> None:
-            folder, step, best = self._folder, state["step"], state["best"]
-            with folder.named(f"{folder.path_of(step).name} cannot be written"):
-                part = folder.begin()
-                try:
-                    write_file(part, state)
-                    folder.publish(part, step, best and best["step"])
-                finally:
-                    part.unlink(missing_ok=True)
-
-        self._ranks.first(write)
-        self._best, self._newest = state["best"], state["step"]
-
-    def _write_in_thread(self, state: dict[str, Any]) -> None:
-        """Write a copy; the next call raises the error."""
-        before = self._folder.newest()
-        try:
-            self._write(state)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised there
-            self._error, self._newest = error, before
-            logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - there may be no call
-
-    def _load(self, only: Collection[str] | None) -> dict[str, Any] | None:
-        """Return the state of the newest whole checkpoint, after a check that it fits."""
+    def _read_newest(self, only: Collection[str] | None) -> tuple[dict[str, Any] | None, str]:
+        """Return the state of the newest whole checkpoint, and the damage of newer ones."""
         problems: list[str] = []
         state: dict[str, Any] | None = None
-        step = self._ranks.first(self._folder.newest)
+        step = ranks.first(self._folder.newest)
         while step is not None and state is None:
             try:
-                state = self._ranks.together(partial(self._read, step, only))
+                state = ranks.together(self._read, step, only)
             except DamagedError as error:  # noqa: PERF203 - one pass, unless there is damage
                 problems.append(str(error))
-                step = self._ranks.first(partial(self._folder.newest, step))
-        if not problems:
-            return state
-        if step is None:
-            msg = f"{'; '.join(problems)}; there is no whole one; {self._anew}"
+                step = ranks.first(self._folder.newest, step)
+        damage = "; ".join(problems)
+        if damage and state is None:
+            msg = f"{damage}; there is no whole one; another folder starts anew"
             raise CheckpointError(msg)
-        text = f"{'; '.join(problems)}; resumed from {self._folder.path_of(step)}"
-        # The filter may make the warning an error.
-        self._ranks.first(lambda: warnings.warn(text, stacklevel=_level_outside()))
-        return state
+        return state, damage
 
     def _read(self, step: int, only: Collection[str] | None) -> dict[str, Any]:
         """Return a step's state; the first rank compares the checksums."""
         path = self._folder.path_of(step)
-        state = read_file(path, compares_sums=self._ranks.rank == 0)
-        self._as_many = len(state["ranks"]) == self._ranks.count
-        state |= state["ranks"][self._ranks.rank if self._as_many else 0]
+        state = read_file(path, compares_sums=ranks.rank() == 0)
+        as_many = len(state["ranks"]) == ranks.count()
+        state |= state["ranks"][ranks.rank() if as_many else 0]
         try:
-            self._check(state, only)
+            self._check(state, only, as_many=as_many)
         except ValueError as error:
-            msg = f"{path}: {error}; {self._anew}"
+            msg = f"{path}: {error}; another folder starts anew"
             raise CheckpointError(msg) from error
         return state
 
-    def _check(self, state: dict[str, Any], only: Collection[str] | None) -> None:
+    def _check(self, state: dict[str, Any], only: Collection[str] | None, *, as_many: bool) -> None:
         """Raise a ValueError that says why a checkpoint cannot be resumed; nothing changes."""
-        check_parts(state["kinds"], self._kinds(), only)
-        names = self._names()
-        for name, part in self._chosen(only).items():
+        chosen, own = self._chosen(only), describe(self._parts)
+        check_parts(state["kinds"], own["kinds"], chosen, takes_all=only is None)
+        for name, part in chosen.items():
             if isinstance(part, nn.Module):
                 check_model(state[name], part.state_dict(), name)
             elif isinstance(part, Optimizer):
-                check_names(state["names"][name], names[name], name)
+                check_equal(state["names"][name], own["names"][name])
             elif hasattr(part, "check_state_dict"):
                 part.check_state_dict(state[name])
         best = state["best"]
-        if best and self._mode not in {None, best["mode"]}:
-            msg = f"it has best={best['mode']!r}, this run {self._mode!r}"
-            raise ValueError(msg)
-        loader = self._chosen(only).get("loader")
-        is_shared = find_share_of(loader) is not None
-        is_shared |= loader is None or hasattr(loader, "check_state_dict")  # which has decided
-        if not (self._as_many or is_shared):
+        if best and self._mode is not None:
+            check_equal({"best": best["mode"]}, {"best": self._mode})
+        loader = chosen.get("loader")
+        is_shared = loader is None or find_share_of(loader) is not None
+        if not (as_many or is_shared or hasattr(loader, "check_state_dict")):  # which has decided
             wanted = "another number of them needs a fastamp.DataLoader with shard=True"
             msg = f"{len(state['ranks'])} ranks wrote it, {wanted}"
             raise ValueError(msg)
-
-    def _apply(self, state: dict[str, Any], only: Collection[str] | None) -> None:
-        """Load what `_load` has returned."""
-        chosen = self._chosen(only)
-        # First the loader: it refuses the state of another one, and nothing has changed then.
-        for name in sorted(chosen, key=lambda name: name != "loader"):
-            self._ranks.together(partial(load_part, chosen[name], state[name]))
-        self._best = state["best"]
-        if self._as_many and (only is None or "rng" in only):
-            set_rng_state(state["rng"], all_devices(begins=bool(state["rng"]["devices"])))
 
     def _chosen(self, only: Collection[str] | None) -> dict[str, Any]:
         """Return the parts to restore."""
         return {n: part for n, part in self._parts.items() if only is None or n in only}
 
-    def _kinds(self) -> dict[str, str]:
-        """Return the classes of the parts; FSDP2 renames those of modules."""
-        return {
-            name: "Module" if isinstance(part, nn.Module) else type(part).__name__
-            for name, part in self._parts.items()
-        }
 
-    def _names(self) -> dict[str, list[str | None]]:
-        """Return the names of the parameters of each optimizer."""
-        optimizers = {n: part for n, part in self._parts.items() if isinstance(part, Optimizer)}
-        return {name: names_in(optimizer, self._parts) for name, optimizer in optimizers.items()}
-
-
-def load_part(part: Any, state: Any) -> None:
-    """Load the state of a part, of which a rank takes its shards."""
-    if isinstance(part, nn.Module):
-        load_model(part, to_shards(state, part.state_dict()))
-    elif isinstance(part, Optimizer):
-        load_optimizer(part, state)
-    else:
-        part.load_state_dict(tree_map_only(Tensor, Tensor.clone, state))  # not memory of the file
-
-
-def _level_outside() -> int:
-    """Return the `stacklevel` of a warning, for its caller, of the code that has called fastamp."""
-    package, frame, level = f"{Path(__file__).parents[1]}{os.sep}", sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _check_kinds(folder: Any, model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
-    kinds: dict[str, Any] = {
-        "folder": (folder, str | os.PathLike, "a path"),
-        "model": (model, nn.Module, "a torch.nn.Module"),
-        "optimizer": (optimizer, Optimizer | None, "a torch.optim.Optimizer or None"),
-    }
-    for name, (value, kind, expected) in kinds.items():
-        if not isinstance(value, kind):
-            msg = f"{name}: expected {expected}, got {type(value).__name__}"
-            raise TypeError(msg)
-    is_path = "://" not in os.fspath(folder)
-    _expect("folder", folder, "a path of a mounted file system", fine=is_path)
-    for name, part in parts.items():
-        _expect(name, name, "another name: checkpoints use this one", fine=name not in _OWN_NAMES)
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            remedy = "; fastamp.DataLoader has both" if name == "loader" else ""
-            wanted = f"expected an object with state_dict and load_state_dict{remedy}"
-            msg = f"{name}: {wanted}, got {type(part).__name__}"
-            raise TypeError(msg)
-        if isinstance(part, DataLoader):
-            check_state(part)
-
-
-def _as_number(metric: Any) -> float:
-    try:
-        return float(metric.detach() if isinstance(metric, Tensor) else metric)
-    except (TypeError, ValueError) as error:
-        msg = f"metric: expected a number, got {metric!r}"
-        raise TypeError(msg) from error
+def _check_part(name: str, part: Any) -> None:
+    _expect(name, name, "another name: checkpoints use this one", fine=name not in _OWN_NAMES)
+    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        wanted = "expected an object with state_dict and load_state_dict"
+        remedy = ", as fastamp.DataLoader" if name == "loader" else ""
+        msg = f"{name}: {wanted}{remedy}, got {type(part).__name__}"
+        raise TypeError(msg)
+    if isinstance(part, DataLoader):
+        check_state(part)
 
 
 def _expect(name: str, value: Any, expected: str, *, fine: bool) -> None:
@@ -511,14 +354,10 @@ def _expect(name: str, value: Any, expected: str, *, fine: bool) -> None:
 
 def _unwrapped(part: Any) -> Any:
     """Return the module that is compiled or in DDP, the optimizer that a framework has wrapped."""
-    while True:
-        inside = None
-        if isinstance(part, DistributedDataParallel):
-            inside = part.module
-        elif isinstance(part, nn.Module):
-            inside = getattr(part, "_orig_mod", None)
-        elif isinstance(part, Optimizer):
-            inside = getattr(part, "optimizer", None)
-        if not isinstance(inside, (nn.Module, Optimizer)):
-            return part
-        part = inside
+    inside = None
+    if isinstance(part, nn.Module):
+        is_ddp = isinstance(part, DistributedDataParallel)
+        inside = part.module if is_ddp else getattr(part, "_orig_mod", None)
+    elif isinstance(part, Optimizer):
+        inside = getattr(part, "optimizer", None)
+    return _unwrapped(inside) if isinstance(inside, (nn.Module, Optimizer)) else part

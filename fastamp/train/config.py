@@ -17,18 +17,47 @@ from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
 from fastamp.train.precision import compute_effective_precision
 
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-_INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
-_INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
-_INTEGERS |= {"checkpoint_every": 1, "keep": 1, "patience": 1}  # each with its smallest value
-_NUMBERS = {"lr": "a number above 0", "weight_decay": "a number of at least 0"}
-_NUMBERS |= {"max_norm": "a number above 0 or None"}
-_CHOICES: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-_CHOICES |= {"mode": ("min", "max")}
-_KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
-_KINDS |= {"checkpoint_dir": str | os.PathLike, "metric": str}
-_KINDS |= dict.fromkeys(["evaluate", "on_evaluation"], Callable)
-_KINDS |= dict.fromkeys(["use_amp", "keep_best", "resume", "progress"], bool)
-_DEVICE_ERRORS = AssertionError, ImportError, RuntimeError, TypeError, ValueError  # each by some
+_NUMBERS = ("lr", "weight_decay", "max_norm")
+
+
+def _integer(least: int) -> tuple[str, Callable[[Any], bool]]:
+    expected = f"an integer from {least} to 2**63 - 1"  # torch's have 64 bits
+    return expected, lambda value: type(value) is int and least <= value < 2**63
+
+
+def _kind(kind: Any, expected: str = "") -> tuple[str, Callable[[Any], bool]]:
+    return expected or kind.__name__, lambda value: isinstance(value, kind)
+
+
+def _one_of(names: Collection[str]) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value <= sys.float_info.max
+
+
+# What is expected of a field, and what says whether a value is that.
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(["epochs", "max_steps", "batch_size", "accumulate", "patience"], _integer(1)),
+    **dict.fromkeys(["eval_every", "log_every", "checkpoint_every", "keep"], _integer(1)),
+    **dict.fromkeys(["seed", "num_workers", "warmup_steps"], _integer(0)),
+    **dict.fromkeys(["evaluate", "on_evaluation", "loss_fn"], _kind(Callable)),
+    **dict.fromkeys(["use_amp", "keep_best", "resume", "progress"], _kind(bool)),
+    "lr": ("a number above 0", _is_positive),
+    "weight_decay": ("a number of at least 0", lambda value: value == 0 or _is_positive(value)),
+    "max_norm": ("a number above 0 or None", lambda value: value is None or _is_positive(value)),
+    "optimizer": (
+        f"a callable or one of {', '.join(OPTIMIZERS)}",
+        lambda value: callable(value) or (isinstance(value, str) and value in OPTIMIZERS),
+    ),
+    "schedule": _one_of(SCHEDULES),
+    "mode": _one_of(("min", "max")),
+    "metric": _kind(str),
+    "model_call": _kind(ModelCall),
+    "tracker": _kind(MetricsTracker),
+    "checkpoint_dir": _kind(str | os.PathLike, "a path"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +136,7 @@ class TrainConfig:
     """Called after each evaluation with the step and the numbers, "loss" among them if there is
     `val_data`; if it returns True, the run ends. Waits for the device."""
     log_every: int = 10
-    """Steps between flushes to `tracker`, which wait for the device. At the same steps ranks
-    exchange their losses, and whether one of them has received a signal."""
+    """Steps between flushes to `tracker`, which wait for the device."""
     checkpoint_dir: str | os.PathLike[str] | None = None
     """Folder of this run's checkpoints, with ~ for the home folder; None writes none."""
     checkpoint_every: int | None = None
@@ -141,38 +169,36 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Check every field; NumPy's numbers become Python's, which a checkpoint can hold."""
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.generic):
-                object.__setattr__(self, field.name, value.item())
-        for name, least in _INTEGERS.items():
-            value = getattr(self, name)
-            fine = type(value) is int and least <= value < 2**63  # torch's have 64 bits
-            self._check(name, f"an integer from {least} to 2**63 - 1", fine=fine)
-        for name, expected in _NUMBERS.items():
-            value = getattr(self, name)
-            fine = isinstance(value, (int, float)) and 0 <= value <= sys.float_info.max
-            fine = fine and (value > 0 or name == "weight_decay")
-            self._check(name, expected, fine=fine or (value is None and name == "max_norm"))
-            if value is not None:
-                object.__setattr__(self, name, float(value))
-        for name, known in _CHOICES.items():
-            value = getattr(self, name)
-            fine = isinstance(value, str) and value in known
-            is_made = name == "optimizer" and callable(value)
-            expected = "a callable or " * (name == "optimizer") + f"one of {', '.join(known)}"
-            self._check(name, expected, fine=fine or is_made)
-        for name, kind in _KINDS.items():
-            fine = isinstance(getattr(self, name), kind)
-            self._check(name, getattr(kind, "__name__", "a path"), fine=fine)
-        alone = self.loss_fn is None or self.model_call is None
-        self._check("loss_fn", "None beside a model_call, which has its own", fine=alone)
-        self._check("device", "an available device", fine=self._has_device())
+            name, value = field.name, getattr(self, field.name)
+            value = value.item() if isinstance(value, np.generic) else value
+            expected, is_valid = _FIELDS.get(name, ("", lambda _: True))
+            if field.default is None:
+                expected += " or None"
+            if not (is_valid(value) or (value is None and field.default is None)):
+                _refuse(name, expected, value)
+            object.__setattr__(self, name, float(value) if name in _NUMBERS and value else value)
+        if self.loss_fn is not None and self.model_call is not None:
+            _refuse("loss_fn", "None beside a model_call, which has its own", self.loss_fn)
+        try:
+            device = self.chosen_device
+        except (RuntimeError, TypeError, ValueError):
+            device = torch.device("meta")
+        # CUDA is not touched: workers may fork from this process.
+        n_devices = torch.cuda.device_count() if device.type == "cuda" else 1
+        if device.type == "meta" or (device.index or 0) >= n_devices:
+            _refuse("device", "an available device or None", self.device)
         try:
             can_train = self.effective_precision in AUTOCAST
         except ValueError as error:
             raise ValueError(str(error).replace("requested", "precision", 1)) from None
-        expected = f"a name for one of {', '.join(AUTOCAST)}; a model of 16-bit parameters"
-        self._check("precision", f"{expected} is trained in 32-true", fine=can_train)
+        if not can_train:
+            expected = f"a name for one of {', '.join(AUTOCAST)}; a model of 16-bit parameters"
+            _refuse("precision", f"{expected} is trained in 32-true", self.precision)
+
+    @property
+    def compares(self) -> bool:
+        """Whether evaluations are compared by `metric`."""
+        return self.keep_best or self.patience is not None
 
     @property
     def chosen_device(self) -> torch.device:
@@ -198,20 +224,7 @@ class TrainConfig:
         share = (n_taken - self.warmup_steps) / max(total - self.warmup_steps, 1)
         return SCHEDULES[self.schedule](min(share, 1.0))
 
-    def _has_device(self) -> bool:
-        try:
-            device = self.chosen_device
-            if device.type == "cuda":  # it is not touched: workers may fork from this process
-                return (device.index or 0) < torch.cuda.device_count()
-            return torch.empty(0, device=device).device.type != "meta"
-        except _DEVICE_ERRORS:
-            return False
 
-    def _check(self, name: str, expected: str, *, fine: bool) -> None:
-        """Refuse a field with its value; one whose default is None may be None."""
-        value = getattr(self, name)
-        if getattr(type(self), name) is None and not expected.startswith("None"):
-            fine, expected = fine or value is None, f"{expected} or None"
-        if not fine:
-            msg = f"{name}: expected {expected}, got {value!r}"
-            raise ValueError(msg)
+def _refuse(name: str, expected: str, value: Any) -> None:
+    msg = f"{name}: expected {expected}, got {value!r}"
+    raise ValueError(msg)

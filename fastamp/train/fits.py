@@ -3,7 +3,7 @@
 Each raises a ValueError that names what differs, and changes nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from reprlib import repr as short
 from typing import Any
 
@@ -12,18 +12,19 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 
-def check_parts(saved: dict[str, str], own: dict[str, str], only: Iterable[str] | None) -> None:
-    """Check the class names of parts; `only` names those that are restored, None is every part."""
-    missing = sorted((own.keys() if only is None else only) - saved.keys() - {"rng"})
+def check_parts(
+    saved: dict[str, str], own: dict[str, str], wanted: Collection[str], *, takes_all: bool
+) -> None:
+    """Check the class names of the wanted parts; with `takes_all` the checkpoint has no others."""
+    missing = sorted({*wanted} - saved.keys())
     if missing:
         msg = f"it has no {', '.join(missing)}: restore(only=...) names the parts to restore"
         raise ValueError(msg)
     unused = sorted(saved.keys() - own.keys())
-    if unused and only is None:
+    if unused and takes_all:
         msg = f"it also has {', '.join(unused)}: give them too, or restore(only=('model',))"
         raise ValueError(msg)
-    names = [name for name in (own if only is None else only) if name != "rng"]
-    check_equal({n: saved[n] for n in names}, {n: own[n] for n in names})
+    check_equal({n: saved[n] for n in wanted}, {n: own[n] for n in wanted})
 
 
 def check_equal(saved: dict[str, Any], own: dict[str, Any], may_differ: Iterable[str] = ()) -> None:
@@ -40,34 +41,34 @@ def check_model(saved: dict[str, Any], own: dict[str, Any], part: str) -> None:
 
     A lazy module's parameter takes the checkpoint's shape.
     """
-    missing, unexpected = (sorted(a.keys() - b.keys()) for a, b in ((own, saved), (saved, own)))
-    if missing or unexpected:
-        problems = [f"missing keys: {', '.join(missing)}"] if missing else []
-        problems += [f"unexpected keys: {', '.join(unexpected)}"] if unexpected else []
+    named = {"missing": own.keys() - saved.keys(), "unexpected": saved.keys() - own.keys()}
+    problems = [f"{kind} keys: {', '.join(sorted(keys))}" for kind, keys in named.items() if keys]
+    if problems:
         msg = f"its {part} is another one: {'; '.join(problems)}"
         raise ValueError(msg)
     tensors = [k for k, v in own.items() if isinstance(v, Tensor) and not is_lazy(v)]
     tensors = [k for k in tensors if not k.endswith("_extra_state")]  # the model's own business
-    check_equal(*({k: _describe(each[k]) for k in tensors} for each in (saved, own)))
+    check_equal(*({k: _format(each[k]) for k in tensors} for each in (saved, own)))
 
 
-def check_names(saved: list[Any], own: list[Any], part: str) -> None:
-    """Check the names of an optimizer's parameters: torch restores their states by place."""
-    for place, (theirs, ours) in enumerate(zip(saved, own, strict=False)):
-        if theirs != ours:
-            msg = f"parameter {place} of its {part} is {theirs!r}, of this run's {ours!r}"
-            raise ValueError(msg)
+def describe(parts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the class names of parts, and the names of each optimizer's parameters by place.
 
-
-def names_in(optimizer: Optimizer, parts: dict[str, Any]) -> list[str | None]:
-    """Return the names of an optimizer's parameters; None for those of no module of the parts."""
-    names: dict[int, str] = {}
+    FSDP2 renames the classes of modules. torch restores the states of parameters by place.
+    """
+    kinds, names = {}, {}
+    own: dict[int, str] = {}
     for part, module in parts.items():
+        kinds[part] = "Module" if isinstance(module, nn.Module) else type(module).__name__
         for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
-            names.setdefault(id(parameter), name if part == "model" else f"{part}.{name}")
-    return [names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+            own.setdefault(id(parameter), name if part == "model" else f"{part}.{name}")
+    for part, optimizer in parts.items():
+        if isinstance(optimizer, Optimizer):
+            placed = enumerate(p for group in optimizer.param_groups for p in group["params"])
+            names[part] = {f"{part}[{place}]": own.get(id(p)) for place, p in placed}
+    return {"kinds": kinds, "names": names}
 
 
-def _describe(value: Any) -> str:
+def _format(value: Any) -> str:
     """Return a tensor's dtype and shape, or the value."""
     return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else short(value)

@@ -18,19 +18,12 @@ class Folder:
     """The checkpoints of one run in one folder, `step-00000123.pt` and the like.
 
     All that is in the folder when the run begins is the run's own. Nothing is written before
-    `begin`.
-
-    Args:
-        path: ~ is the home folder.
-        keep: how many of the newest checkpoints to keep.
-        argument: what errors call the folder.
+    `begin`. `keep` is how many of the newest checkpoints to keep.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int, argument: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, keep: int) -> None:
         self.path = Path(path).expanduser().absolute()
         self._keep = keep
-        self.title = f"{argument}={self.path}"
-        """How errors begin."""
         with self.named("cannot be read"):
             self._steps = self._list()  # those that may be restored, oldest first
             self._leftovers = [*self.path.glob(".step-*.part")]  # of runs that were killed
@@ -73,11 +66,7 @@ class Folder:
                 in the folder.
         """
         self._refuse_others()
-        try:
-            part.replace(self.path_of(step))
-        except FileNotFoundError as error:
-            msg = "another run has begun in this folder"
-            raise FileExistsError(errno.EEXIST, msg) from error
+        part.replace(self.path_of(step))
         self._own.add(step)
         sync(self.path)
         self._steps = [*(each for each in self._steps if each != step), step]
@@ -93,7 +82,7 @@ class Folder:
         try:
             yield
         except OSError as error:
-            msg = f"{self.title}: {problem}: {error.strerror or error}"
+            msg = f"{self.path}: {problem}: {error.strerror or error}"
             raise OSError(error.errno, msg) from error
 
     def _refuse_others(self) -> None:

@@ -3,13 +3,14 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastamp._progress import progress
@@ -17,55 +18,54 @@ from fastamp.data import DataLoader
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Logged
 from fastamp.step import GradScaler
+from fastamp.step.shards import is_spread
 from fastamp.timer import Timer
+from fastamp.train import ranks
 from fastamp.train.batches import Batches
 from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.folder import Folder
 from fastamp.train.model_call import ModelCall
-from fastamp.train.optimizer import Schedule, check_saved, find_loss, make_optimizer
+from fastamp.train.optimizer import Schedule, find_loss, make_optimizer
 from fastamp.train.progress import Progress
 from fastamp.train.random_state import seed_all
-from fastamp.train.ranks import Ranks
-from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
-from fastamp.train.signals import DEFERRED, Signals
-from fastamp.train.weights import copied, load_model
+from fastamp.train.result import CURVES, Curve, TrainResult
 
-Part: TypeAlias = tuple[Any, Any, Any]  # a batch's inputs, its target, how many targets count
 NO_STATE = "train_data has no state_dict: checkpoints are written at the end of an epoch"
 _LOG = logging.getLogger(__name__)
-
-
-class _Checkpointer(Checkpointer):
-    """One whose errors name the arguments of a TrainConfig."""
-
-    _argument, _anew = "checkpoint_dir", "another checkpoint_dir starts anew"
 
 
 class Loop:
     """A run, made or resumed: its parts, and what happens to them step by step."""
 
     def __init__(
-        self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig, ranks: Ranks
+        self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig
     ) -> None:
-        self.compares = config.keep_best or config.patience is not None
-        check_best(config, has_val_data=val_data is not None, has_shards=ranks.mode == "fsdp")
-        self.config, self.model, self.ranks = config, model, ranks
+        check_best(config, model, has_val_data=val_data is not None)
+        self.config, self.model, self.n_ranks = config, model, ranks.count()
         self.device, self.precision = config.chosen_device, config.effective_precision
-        self.data = Batches("train_data", train_data, config, ranks, shuffle=True)
-        self._refuse_within_epoch()
+        self.data = Batches("train_data", train_data, config, shuffle=True)
+        check_interval(config, has_state=self.data.has_state)
         self.held_out = None
         if val_data is not None:
-            self.held_out = Batches("val_data", val_data, config, ranks, shuffle=False)
-        self.total = self._count_steps()
-        if ranks.mode is None:
+            self.held_out = Batches("val_data", val_data, config, shuffle=False)
+        n_batches, n_steps = self.data.n_batches, config.max_steps
+        if n_steps is None and n_batches is not None:
+            n_steps = config.epochs * math.ceil(n_batches / config.accumulate)
+        self.length = f"{config.epochs} epochs" if n_steps is None else str(n_steps)
+        self.total = None if config.schedule == "constant" else n_steps  # of the schedule
+        if config.schedule != "constant" and n_steps is None:
+            problem = "needs max_steps for data without a length; 'constant' does not"
+            msg = f"schedule: {config.schedule!r} {problem}"
+            raise ValueError(msg)
+        if self.n_ranks == 1:
             model.to(self.device)
         # In evaluation DDP's own call would exchange buffers.
         self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
         self.model_call = find_call(config)
-        has_ranks = ranks.mode is not None
+        self.counts_as_default = type(self.model_call).count is ModelCall.count
         loss_fn = getattr(self.model_call, "loss_fn", None)
-        self.loss = find_loss(loss_fn, model, self.device, has_ranks=has_ranks)
+        self.loss = find_loss(loss_fn, model, self.device, has_ranks=self.n_ranks > 1)
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         self.optimizer = make_optimizer(model, config.optimizer, loss=self.loss, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
@@ -74,256 +74,212 @@ class Loop:
         )
         self.timer = Timer(self.device if self.device.type == "cuda" else "cpu")
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
-        self.progress = Progress(config, self.total, ranks.count)
+        self.progress = Progress(config, self.total)
         self.saved_at: tuple[int, ...] = ()
-        self.is_resumed = False
-        self.compared = math.nan  # the metric of this step, if it was evaluated and is compared
-        self.is_best = False  # and the best one so far
+        self.compared: float | None = None  # the metric of this step, if it is the best so far
         self.best_weights: Any = None  # on the host, where no checkpoint has them
-        self.said = f"fine_tune: begins at step 0 of {self._length()}"
-        folder = config.checkpoint_dir
-        self.checkpointer = None if folder is None else self._resume(folder)
+        self.resumed = ""
+        self.checkpointer = None if config.checkpoint_dir is None else self._resume()
         self.tracker.watch(self.scaler, first_step=self.progress.step + 1)
         self.n_samples, dtype = 0, AUTOCAST[self.precision]
-        if dtype is None:
-            self.split, self.loss_of = self._split, self._loss_of
-        else:
-            autocast: Any = torch.autocast(self.device.type, dtype)
-            self.split, self.loss_of = autocast(self._split), autocast(self._loss_of)
+        # Around mixed steps autocast would not clear its cache: each call has its own.
+        around: Any = torch.autocast(self.device.type, dtype) if dtype else lambda call: call
+        self.split, self.loss_of = around(self.model_call.split_for), around(self._loss_of)
         # DDP exchanges gradients in the last backward pass of a step only.
-        self.no_sync: Any = model.no_sync if ranks.mode == "ddp" else nullcontext
-        self.losses: list[tuple[int, torch.Tensor, float]] = []  # with step and time, to be logged
-        self.advance: Callable[..., object] = lambda: None
-        self.signals = Signals(DEFERRED if self.checkpointer is not None else ())
+        self.no_sync: Any = model.no_sync if ranks.is_ddp(model) else nullcontext
 
     def train(self) -> TrainResult:
         """Train to the end."""
-        if self.config.progress:
-            self.said += f", on {self.device} in {self.precision}"
-        self._say(self.said, always=self.is_resumed)
+        said = self.resumed or f"fine_tune: begins at step 0 of {self.length}"
+        shows = self.config.progress and ranks.rank() == 0
+        if shows:
+            said += f", on {self.device} in {self.precision}"
+        if shows or (self.resumed and ranks.rank() == 0):
+            _LOG.warning("%s", said)
         start_s = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        shows = self.config.progress and self.ranks.rank == 0
-        bar = progress(self.total or self.config.max_steps, self.progress.step, shows=shows)
-        plain: Any = nullcontext()  # around mixed steps autocast would not clear its cache
+        full: Any = nullcontext()
         if AUTOCAST[self.precision] is None:
-            plain = torch.autocast(self.device.type, enabled=False)  # whatever the caller's is
-        with closing(self.tracker), self.signals, plain, bar as self.advance:
-            self._run_epochs()
+            full = torch.autocast(self.device.type, enabled=False)  # whatever the caller's is
+        signals: Any = nullcontext()
+        if self.checkpointer is not None and self.data.has_state:  # else the last one stands
+            signals = self.checkpointer.on_signal()
+        bar = progress(self.total or self.config.max_steps, self.progress.step, shows=shows)
+        with closing(self.tracker), signals, full, bar as advance:
+            self._run_epochs(advance)
             self.schedule.read_flag()
-            self._pause(1, 1)
+            self._pause(ends=True)
             result = self._make_result(time.perf_counter() - start_s)
-            self._take_best()
+            if self.best_weights is not None:
+                self.evaluated.load_state_dict(self.best_weights, strict=False)
+            elif self.config.keep_best and self.checkpointer and self.checkpointer.best_path:
+                self.checkpointer.restore(only=("model",), best=True)
         losses = ((name, getattr(result, name).values) for name in ("train_loss", "val_loss"))
         ends = "".join(f", {name} {values[-1]:.4f}" for name, values in losses if len(values))
-        self._say(f"fine_tune: {result.steps} steps done{ends}")
+        if shows:
+            _LOG.warning("fine_tune: %d steps done%s", result.steps, ends)
         return result
 
-    def _say(self, text: str, *, always: bool = False) -> None:
-        """Log a line, on the first rank."""
-        if (self.config.progress or always) and self.ranks.rank == 0:
-            _LOG.warning("%s", text)
-
-    def _take_best(self) -> None:
-        """Give the model its best weights, if `keep_best` is set and there are any."""
-        if self.best_weights is not None:
-            load_model(self.evaluated, self.best_weights)
-        elif self.checkpointer is not None and self.config.keep_best and self._has_best():
-            self.checkpointer.restore(only=("model",), best=True)
-
-    def _run_epochs(self) -> None:
-        config = self.config
+    def _run_epochs(self, advance: Any) -> None:
         self.optimizer.zero_grad()  # drop the gradients from before
-        max_steps = config.max_steps or math.inf
-        epochs = config.epochs if config.max_steps is None else math.inf
-        while self.progress.step < max_steps and self.progress.epoch < epochs:
-            if not self.progress.has_ended:
-                self.data.set_epoch(self.progress.epoch)
+        while not self.progress.has_trained:
+            self.data.set_epoch(self.progress.epoch)
             self._compare_lengths()
-            batches = iter(() if self.progress.has_ended else self.data)
-            while self.progress.step < max_steps and self._train_step(batches):
-                self._pause(config.eval_every, config.checkpoint_every)
-                if config.tracker is not None and self.progress.step % config.log_every == 0:
-                    self.tracker.flush()
-                if self.progress.is_stopped:
-                    return
-            if self.progress.step < max_steps:
-                self.progress.epoch, self.progress.has_ended = self.progress.epoch + 1, False
-                # What has no interval is due after every epoch.
-                self._pause(not config.eval_every, not config.checkpoint_every)
-                if self.progress.is_stopped:
-                    return
+            batches, epoch_ends = iter(self.data), False
+            while not (epoch_ends or self.progress.has_trained):
+                fetched = self._fetch(batches)
+                epoch_ends = len(fetched) < self.config.accumulate
+                self.progress.epoch += epoch_ends
+                if has_step := len(fetched) > 0:
+                    self._train_step(fetched)
+                    advance()
+                self._pause(has_step=has_step, epoch_ends=epoch_ends)
 
     def _compare_lengths(self) -> None:
         """Raise a ValueError on all ranks if they have unlike numbers of batches."""
-        compared = {"train_data": self.data}
-        if self.ranks.mode == "fsdp" and self.held_out is not None:
-            compared["val_data"] = self.held_out  # ranks gather parameters for each of its batches
-        for name, data in compared.items() if self.ranks.mode is not None else ():
-            lengths = self.ranks.gather(data.n_batches)
+        for name, data in {"train_data": self.data, "val_data": self.held_out}.items():
+            lengths = ranks.gather(None if data is None else data.n_batches)
             if len({*lengths}) > 1:
                 msg = f"{name}: expected as many batches on every rank, got {lengths}"
                 raise ValueError(msg)
 
-    def _pause(self, eval_every: int | None, save_every: int | None) -> None:
-        """Evaluate and save if the step is a multiple of these, and obey a signal."""
-        if (
-            eval_every
-            and self.progress.step % eval_every == 0
-            and self.progress.evaluated_at != self.progress.step
-        ):
+    def _pause(
+        self, *, has_step: bool = False, epoch_ends: bool = False, ends: bool = False
+    ) -> None:
+        """Evaluate, save and flush where they are due: without an interval, after an epoch."""
+        step, config = self.progress.step, self.config
+
+        def is_due(every: int | None) -> bool:
+            return ends or (epoch_ends if every is None else has_step and step % every == 0)
+
+        if is_due(config.eval_every) and self.progress.evaluated_at != step:
             self._evaluate()
-        saves = bool(save_every) and self.progress.step % (save_every or 1) == 0
-        saves = saves or self.is_best
-        received = self.signals.received
-        if self.ranks.mode is not None:
-            is_due = saves or self.progress.step % self.config.log_every == 0
-            received = self._exchange() if is_due else None
-        if saves or (received is not None and self.data.can_resume):
-            self.save()
-        if received is not None:
-            if not self.data.can_resume:
-                _LOG.warning("%s: %s", NO_STATE, "the last one stands")
-            self.signals.deliver(received)
+        if self.checkpointer is not None:
+            is_best = config.keep_best and self.compared is not None
+            if (
+                is_due(config.checkpoint_every) or is_best
+            ) and self.saved_at != self.progress.place:
+                with self.timer("checkpoint"):
+                    self.checkpointer.save(step, metric=self.compared)
+                self.saved_at = self.progress.place
+            elif self.data.has_state:
+                self.checkpointer.save(step, every=step + 1)  # only if a signal has come
+        if config.tracker is not None and step % config.log_every == 0:
+            self.tracker.flush()
 
-    def _exchange(self) -> int | None:
-        """Log the losses, as means over the ranks; return a signal that a rank has received."""
-        n, received = len(self.losses), self.signals.received
-        flags = torch.tensor([received == number for number in DEFERRED]).to(self.device)
-        summed = self.ranks.sum([*(loss for _, loss, _ in self.losses), *flags])
-        for (step, _, time_s), mean in zip(self.losses, summed / self.ranks.count, strict=False):
-            self.tracker.log_scalar("train/loss", mean, step, time_s=time_s)
-        self.losses.clear()
-        return next((one for one, count in zip(DEFERRED, summed[n:], strict=True) if count), None)
-
-    def _train_step(self, batches: Iterator[tuple[Any, int]]) -> bool:
-        """Take a step of the optimizer, of at most `accumulate` batches; False if none is left."""
-        found: list[tuple[Any, int]] = []
+    def _fetch(self, batches: Iterator[tuple[Any, int]]) -> list[tuple[Any, int]]:
+        """Return the batches of a step, at most `accumulate`; less are the last ones."""
+        fetched: list[tuple[Any, int]] = []
         with self.timer("data"):
             for batch, n in batches:
-                found += [(batch, n)] if n else []
-                if len(found) == self.config.accumulate:
+                fetched += [(batch, n)] if n else []
+                self.n_samples += n
+                if len(fetched) == self.config.accumulate:
                     break
-        self.progress.has_ended = len(found) < self.config.accumulate
-        if not found:
-            return False
-        parts: list[Part] = []
-        n_targets: Any = 0
-        for batch, n in found:
-            parts.append(self.split(batch, n))
-            self.n_samples += n
-            n_targets += parts[-1][2]
-        del batch, found  # `parts` are freed one by one
+        return fetched
+
+    def _train_step(self, batches: list[tuple[Any, int]]) -> None:
+        """Take a step of the optimizer."""
         self.progress.step += 1
-        self.compared, self.is_best = math.nan, False
-        loss = self._accumulate(parts, n_targets)
-        self.advance()
-        if self.ranks.mode is None:
-            logged = loss.item() if loss.is_cpu else loss
-            self.tracker.log_scalar("train/loss", logged, self.progress.step)
-        else:
-            self.losses.append((self.progress.step, loss, time.time()))
-        self.tracker.log_scalar("train/lr", self.schedule.lr, self.progress.step)
+        self.compared = None
+        parts = [(*self.split(self.model, batch), n) for batch, n in batches]
+        batches.clear()  # `parts` are freed one by one
+        loss = self._backward(*parts.pop()) if len(parts) == 1 else self._accumulate(parts)
+        if self.n_ranks > 1:
+            dist.all_reduce(loss)
+            loss /= self.n_ranks
+        step = self.progress.step
+        self.tracker.log_scalar("train/loss", loss.item() if loss.is_cpu else loss, step)
+        self.tracker.log_scalar("train/lr", self.schedule.lr, step)
         with self.timer("step"):
             self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
             self.schedule.advance(self.scaler.last_step.found_inf)
             self.scaler.update()
-        return True
 
-    def _split(self, batch: Any, n_samples: int) -> Part:
-        """Return the inputs and the target of a batch, and how many targets count."""
-        inputs, target = self.model_call.split_for(self.model, batch)
-        return inputs, target, self.model_call.count(target, n_samples)
-
-    def _accumulate(self, parts: list[Part], n_targets: Any) -> torch.Tensor:
+    def _accumulate(self, parts: list[tuple[Any, Any, int]]) -> Tensor:
         """Add up the gradients of the mean loss over this rank's targets of a step; return it."""
-        mean: torch.Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
-        while len(parts) > 1:
-            with self.no_sync():
-                mean = mean + self._backward(parts, n_targets)
-        mean = mean + self._backward(parts, n_targets)
-        averaged: torch.Tensor = mean / (n_targets > 0)  # of none it is NaN
-        return averaged
+        counts = [self.model_call.count(target, n) for _, target, n in parts]
+        total, mean = sum(counts), torch.zeros((), dtype=torch.float32, device=self.device)
+        for n in counts:
+            with self.no_sync() if len(parts) > 1 else nullcontext():
+                mean = mean + self._backward(*parts.pop(0)[:2], n, total)
+        return averaged(mean, total)
 
-    def _backward(self, parts: list[Part], n_targets: Any) -> torch.Tensor:
-        """Take out the first batch and add its gradients; return its share of the loss."""
-        inputs, target, n = parts.pop(0)
+    def _backward(self, inputs: Any, target: Any, n: Any, total: Any = None) -> Tensor:
+        """Add a batch's gradients, of `n` of the step's `total` targets; return its loss's share.
+
+        Of a step's only batch, without a `total`, `n` is the number of samples.
+        """
         with self.timer("forward"):
-            loss = share(self.loss_of(self.model, inputs, target), n, n_targets)
+            loss: Tensor = self.loss_of(inputs, target)
+        n_alone: Any = None
+        if total is not None:
+            loss = share(loss, n, total)
+        elif not (self.counts_as_default and loss.is_cpu and math.isfinite(loss.item())):
+            # Else some target counts, and the pass over them can be left out.
+            n_alone = self.model_call.count(target, n)
+            loss = share(loss, n_alone, n_alone)
         del inputs, target
         with self.timer("backward"):
             torch.autograd.backward(self.scaler.scale(loss))
-        return loss.detach()
+        return loss.detach() if n_alone is None else averaged(loss.detach(), n_alone)
 
-    def _loss_of(self, model: nn.Module, inputs: Any, target: Any) -> torch.Tensor:
+    def _loss_of(self, inputs: Any, target: Any, model: Any = None) -> Tensor:
         """Return the mean loss of a batch."""
-        return self.model_call.loss(self.model_call.forward(model, inputs), target)
+        return self.model_call.loss(self.model_call.forward(model or self.model, inputs), target)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Evaluate, log the numbers, and find out whether the run ends."""
-        if not self.evaluates:
+        config, numbers, step = self.config, {}, self.progress.step
+        if self.held_out is None and config.evaluate is None:
             return
-        config, numbers = self.config, {}
-        if self.held_out is not None:
-            numbers["loss"] = self._mean_loss(self.held_out)
-        if config.evaluate is not None:
-            with self.timer("evaluate"), modes_kept(self.model):
-                self.model.eval()
+        with self.timer("evaluate"), modes_kept(self.model):
+            self.model.eval()
+            if self.held_out is not None:
+                numbers["loss"] = self._mean_loss(self.held_out)
+            if config.evaluate is not None:
                 named = config.evaluate(self.evaluated)
-            numbers |= self.ranks.gather({k: float(v) for k, v in named.items()})[0]
+                numbers |= ranks.gather({k: float(v) for k, v in named.items()})[0]
         for name, value in numbers.items():
-            self.tracker.log_scalar(f"val/{name}", value, self.progress.step)
-        self.progress.evaluated_at = self.progress.step
-        if self.compares and config.metric not in numbers:
-            msg = f"metric: expected one of {', '.join(numbers)}, got {config.metric!r}"
-            raise ValueError(msg)
-        if self.compares:
+            self.tracker.log_scalar(f"val/{name}", value, step)
+        self.progress.evaluated_at = step
+        if config.compares:
+            if config.metric not in numbers:
+                msg = f"metric: expected one of {', '.join(numbers)}, got {config.metric!r}"
+                raise ValueError(msg)
             compared = float(numbers[config.metric])
-            self.compared = compared if config.keep_best else math.nan
-            is_best = self.progress.compare(compared) or not self._has_best()
-            self.is_best = is_best and not math.isnan(self.compared)
-            if self.is_best and self.checkpointer is None:
-                self.best_weights = copied(self.evaluated.state_dict())
+            self.compared = compared if self.progress.compare(compared) else None
+            if self.compared is not None and config.keep_best and self.checkpointer is None:
+                weights = self.evaluated.state_dict()
+                self.best_weights = {
+                    name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+                    for name, value in weights.items()
+                }
         if config.on_evaluation is not None:
             seen = {name: float(value) for name, value in numbers.items()}
-            stops = config.on_evaluation(self.progress.step, seen) is True
-            self.progress.is_stopped |= self.ranks.gather(stops)[0]
+            stops = config.on_evaluation(step, seen) is True
+            self.progress.is_stopped |= ranks.gather(stops)[0]
 
-    def _mean_loss(self, data: Batches) -> torch.Tensor:
+    def _mean_loss(self, data: Batches) -> Tensor:
         """Return the mean loss over all targets that count."""
         loader = data.loader
         if isinstance(loader, DataLoader) and loader is not self.data.loader:
             loader.set_epoch(0)  # the same order each time, wherever the run was resumed
         # Metal has no float64.
         device = torch.device("cpu") if self.device.type == "mps" else self.device
-        total, n_targets = torch.zeros((2,), dtype=torch.float64, device=device)
-        with self.timer("evaluate"), modes_kept(self.model):
-            self.model.eval()
-            for batch, n_samples in data:
-                inputs, target, n = self.split(batch, n_samples)
-                n = n if n_samples else 0  # else all are padding of this rank's share
-                loss = self.loss_of(self.evaluated, inputs, target).to(device).double()
-                total += share(loss, n, 1)
-                n_targets += n
-            total, n_targets = self.ranks.sum([total, n_targets])
-        mean: torch.Tensor = total / n_targets
-        return mean
-
-    def save(self) -> None:
-        """Write a checkpoint unless this step has one."""
-        if self.checkpointer is None or self.saved_at == self.progress.place:
-            return
-        self.schedule.read_flag()  # the optimizer's state has the rate, too
-        with self.timer("checkpoint"):
-            self.checkpointer.save(self.progress.step, metric=self.compared)
-        self.saved_at = self.progress.place
-
-    def _has_best(self) -> bool:
-        if self.checkpointer is None:
-            return self.best_weights is not None
-        return self.checkpointer.best_path is not None
+        sums = torch.zeros((2,), dtype=torch.float64, device=device)
+        for batch, n_samples in data:
+            inputs, target = self.split(self.model, batch)
+            # Without samples all are padding of this rank's share.
+            n = self.model_call.count(target, n_samples) if n_samples else 0
+            loss = self.loss_of(inputs, target, self.evaluated).to(device).double()
+            sums[0] += share(loss, n, 1)
+            sums[1] += n
+        if self.n_ranks > 1:
+            dist.all_reduce(sums)
+        return sums[0] / sums[1]
 
     def _make_result(self, elapsed_s: float) -> TrainResult:
         regions, known = self.timer.summary(), self.tracker.summary()
@@ -335,7 +291,6 @@ class Loop:
         host_s = {name: stats.host for name, stats in regions.items()}
         training_s = elapsed_s - host_s.get("evaluate", 0) - host_s.get("checkpoint", 0)
         is_cuda = self.device.type == "cuda"
-        mean_s = {name: stats.mean for name, stats in regions.items() if stats.count}
         evaluated = {name[4:] for name in known if name.startswith("val/")} - {"loss"}
         return TrainResult(
             **curves,
@@ -344,110 +299,89 @@ class Loop:
             best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             skipped_steps=self.schedule.n_skipped,
             precision=self.precision,
-            samples_per_s=sum(self.ranks.gather(self.n_samples)) / training_s,
+            samples_per_s=sum(ranks.gather(self.n_samples)) / training_s,
             peak_memory_nbytes=torch.cuda.max_memory_allocated(self.device) if is_cuda else None,
             phase_s={name: stats.total for name, stats in regions.items()},
             wait_share=host_s.get("data", 0) / training_s,
-            over_ranks=compare_ranks(self.ranks.gather(mean_s)) if self.ranks.mode else {},
         )
 
-    def _resume(self, path: Any) -> Checkpointer:
+    def _resume(self) -> Checkpointer:
         """Return the checkpointer; restore the newest checkpoint, if there is one, and say so.
 
         Raises:
             ValueError: nothing is left to train, or there is a checkpoint that is not wanted.
         """
-        config, progress = self.config, self.progress
-        folder = Folder(path, keep=config.keep, argument="checkpoint_dir")
-        newest = folder.newest()
-        if newest is not None and not config.resume:
-            has = f"{folder.title} has the checkpoint of step {newest}"
+        config, place = self.config, self.progress
+        folder = Folder(config.checkpoint_dir or "", keep=config.keep)
+        if not config.resume and (newest := folder.newest()) is not None:
+            has = f"{folder.path} has the checkpoint of step {newest}"
             msg = f"resume: expected True, as {has}; another folder starts anew"
             raise ValueError(msg)
-        check_saved(self.optimizer, self.model, self.loss)
-        parts: dict[str, Any] = {"progress": progress, "optimizer": self.optimizer}
-        parts |= {"loader": self.data, "scaler": self.scaler, "scheduler": self.schedule}
-        parts |= {"tracker": self.tracker} | ({} if self.loss is None else {"loss_fn": self.loss})
-        best = config.mode if config.keep_best else None
-        parts |= {"model": self.model, "keep": config.keep, "best": best}
-        checkpointer = _Checkpointer(folder.path, **parts)
+        checkpointer = Checkpointer(
+            folder.path,
+            model=self.model,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            loader=self.data,
+            scheduler=self.schedule,
+            keep=config.keep,
+            best=config.mode if config.keep_best else None,
+            progress=place,
+            tracker=self.tracker,
+            loss_fn=self.loss,
+        )
         step = checkpointer.restore()
         if step is None:
             return checkpointer
-        self.saved_at = progress.place
-        if not self.data.can_resume:  # the run ended within an epoch
-            progress.epoch, self.data.n_consumed = progress.epoch + 1, 0
-        at, former = f"step {step} of {self._length()}", progress.former_total
-        if progress.has_trained and not (self.evaluates and progress.evaluated_at != step):
-            remedy = "more max_steps or epochs continue it, another checkpoint_dir starts anew"
-            msg = f"{folder.title}: nothing is left to train at {at}: {remedy}"
+        self.saved_at = place.place
+        if self.data.n_consumed and not self.data.has_state:  # the run ended within an epoch
+            place.epoch, self.data.n_consumed = place.epoch + 1, 0
+        at, former = f"step {step} of {self.length}", place.former["config"]["total_steps"]
+        evaluates = self.held_out is not None or config.evaluate is not None
+        if place.has_trained and not (evaluates and place.evaluated_at != step):
+            remedy = "more max_steps or epochs continue it, another folder starts anew"
+            msg = f"{folder.path}: nothing is left to train at {at}: {remedy}"
             raise ValueError(msg)
-        said = f"resumed at {at}"
-        if progress.former_ranks != self.ranks.count:
-            seed_all(config.seed, self.ranks.rank, step)
+        self.resumed = f"{folder.path}: resumed at {at}"
+        if place.former["n_ranks"] != self.n_ranks:
+            seed_all(config.seed, ranks.rank(), step)
             if self.total is not None and former is not None:
                 self.schedule.rescale(former, self.total)
         elif self.total != former:
             self.schedule.set_lr()
-            said += f", a longer run than {former}: its next learning rate is {self.schedule.lr:g}"
-        self.said, self.is_resumed = f"{folder.title}: {said}", True
+            rate = f"its next learning rate is {self.schedule.lr:g}"
+            self.resumed += f", a longer run than {former}: {rate}"
         return checkpointer
-
-    def _refuse_within_epoch(self) -> None:
-        """Raise a ValueError if checkpoints within an epoch are asked for that cannot resume."""
-        config = self.config
-        asked = {"checkpoint_every": config.checkpoint_every}
-        asked |= {"eval_every": config.eval_every} if config.keep_best else {}
-        for name, every in asked.items():
-            if every is not None and config.checkpoint_dir is not None and not self.data.has_state:
-                beside = " with keep_best" if name == "eval_every" else ""
-                msg = f"{name}: expected None{beside}, as {NO_STATE}; got {every}"
-                raise ValueError(msg)
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is something to evaluate."""
-        return self.held_out is not None or self.config.evaluate is not None
 
     def _hand_on(self, scalars: list[Logged]) -> None:
         """Pass our tracker's scalars on to the user's."""
-        assert self.config.tracker is not None  # noqa: S101 - else this is no sink
+        tracker: Any = self.config.tracker
         for scalar in scalars:
             name, step, value = scalar
-            self.config.tracker.log_scalar(name, value, step, time_s=scalar.time_s)
-        self.config.tracker.flush()
-
-    def _count_steps(self) -> int | None:
-        """Return the length of the schedule in steps, None if it has none."""
-        if self.config.schedule == "constant":
-            return None
-        length = self._length()
-        if isinstance(length, int):
-            return length
-        problem = "needs max_steps for data without a length; 'constant' does not"
-        msg = f"schedule: {self.config.schedule!r} {problem}"
-        raise ValueError(msg)
-
-    def _length(self) -> int | str:
-        """Return the length of the run in steps, or in words for data without a length."""
-        config = self.config
-        if config.max_steps is not None:
-            return config.max_steps
-        if self.data.n_batches is None:
-            return f"{config.epochs} epochs"
-        return config.epochs * math.ceil(self.data.n_batches / config.accumulate)
+            tracker.log_scalar(name, value, step, time_s=scalar.time_s)
+        tracker.flush()
 
 
-def check_best(config: TrainConfig, *, has_val_data: bool, has_shards: bool) -> None:
+def check_best(config: TrainConfig, model: nn.Module, *, has_val_data: bool) -> None:
     """Raise a ValueError if a run cannot know or keep its best weights."""
-    compares = config.keep_best or config.patience is not None
-    if compares and not has_val_data and config.metric == "loss":
+    if config.compares and not has_val_data and config.metric == "loss":
         name = "keep_best" if config.keep_best else "patience"
         msg = f"{name}: expected val_data, whose loss says which is best, got None"
         raise ValueError(msg)
+    has_shards = any(map(is_spread, model.parameters()))
     if config.keep_best and config.checkpoint_dir is None and has_shards:
         msg = "checkpoint_dir: expected a folder, which keep_best needs for shards, got None"
         raise ValueError(msg)
+
+
+def check_interval(config: TrainConfig, *, has_state: bool) -> None:
+    """Raise a ValueError if checkpoints within an epoch are asked for that cannot resume."""
+    asked = {"checkpoint_every": config.checkpoint_every}
+    asked |= {"eval_every": config.eval_every} if config.keep_best else {}
+    for name, every in asked.items():
+        if every is not None and config.checkpoint_dir is not None and not has_state:
+            msg = f"{name}: expected None, as {NO_STATE}; got {every}"
+            raise ValueError(msg)
 
 
 def find_call(config: TrainConfig) -> ModelCall:
@@ -460,18 +394,23 @@ def find_call(config: TrainConfig) -> ModelCall:
     return call
 
 
-def share(loss: torch.Tensor, n: Any, n_targets: Any) -> torch.Tensor:
+def share(loss: Tensor, n: Any, n_targets: Any) -> Tensor:
     """Return a batch's share of the mean loss over all targets, of which it has `n`.
 
     The loss of a batch without targets may be NaN: it becomes 0, and so do its gradients.
     """
-    if isinstance(n, torch.Tensor) or isinstance(n_targets, torch.Tensor):
+    if isinstance(n, Tensor) or isinstance(n_targets, Tensor):
         n = torch.as_tensor(n, dtype=torch.float64, device=loss.device)
         weight = torch.where(n > 0, n / n_targets, 0.0).to(loss.dtype)
         return torch.where(n > 0, loss, 0.0) * weight
     if n == n_targets and n:
         return loss
     return loss * (n / n_targets) if n else 0.0 * loss.nan_to_num(0.0, 0.0, 0.0)
+
+
+def averaged(loss: Tensor, n_targets: Any) -> Tensor:
+    """Return a mean loss over targets, NaN if there are none."""
+    return loss if isinstance(n_targets, int) and n_targets else loss / (n_targets > 0)
 
 
 @contextmanager

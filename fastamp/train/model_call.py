@@ -133,17 +133,7 @@ class ModelCall:
             return model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
         if not isinstance(inputs, tuple):
             return model(inputs)
-        try:
-            return model(*inputs)
-        except TypeError as error:
-            try:
-                inspect.signature(plain.forward).bind(*inputs)
-            except TypeError:
-                wanted = "expected a target and inputs that the model takes"
-                read = "a list as train_data holds samples, not columns"
-                msg = f"batch: {wanted}, got {len(inputs)} inputs; {read}"
-                raise TypeError(msg) from error
-            raise
+        return model(*inputs)
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss, computed in float32.

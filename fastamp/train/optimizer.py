@@ -49,15 +49,13 @@ def make_optimizer(
         except RuntimeError:  # not fused for this device or dtype
             return OPTIMIZERS[kind](parameters, **options)  # type: ignore[no-any-return]
     made: Any = kind(parameters)
-    if not isinstance(made, torch.optim.Optimizer):
-        msg = f"optimizer: expected a callable that returns an Optimizer, it returned {made!r}"
-        raise TypeError(msg)
-    held = {id(p) for group in made.param_groups for p in group["params"]}
-    if held.isdisjoint(map(id, parameters)):
-        kind = type(made).__name__
-        msg = f"optimizer: expected one of the model's parameters, got {kind} of others"
+    known = {*map(id, trained.parameters())}
+    others = [p for group in made.param_groups for p in group["params"] if id(p) not in known]
+    if others:
+        shape = [*others[0].shape]
+        msg = f"optimizer: expected parameters of the model or of loss_fn, got one of shape {shape}"
         raise ValueError(msg)
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 def find_loss(
@@ -69,24 +67,14 @@ def find_loss(
         ValueError: ranks would train its parameters apart from each other.
     """
     loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
-    if not isinstance(loss, nn.Module):
-        return None
+    of_loss = (*loss.parameters(), *loss.buffers()) if isinstance(loss, nn.Module) else ()
     of_model = {*map(id, model.parameters()), *map(id, model.buffers())}
-    own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in of_model]
-    if has_ranks and any(t.requires_grad for t in own):
+    own = [tensor for tensor in of_loss if id(tensor) not in of_model]
+    if has_ranks and any(tensor.requires_grad for tensor in own):
         has = f"{type(loss).__name__} has parameters, which ranks do not share"
         msg = f"loss_fn: {has}; train a model that holds it and returns its loss"
         raise ValueError(msg)
     return loss.to(device) if own else None
-
-
-def check_saved(optimizer: Optimizer, *modules: nn.Module | None) -> None:
-    """Raise a ValueError if an optimizer has parameters that no module holds."""
-    held = {id(p) for module in modules if module is not None for p in module.parameters()}
-    if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
-        has = "has parameters of neither the model nor loss_fn, which checkpoints leave out"
-        msg = f"optimizer: {has}: give the module that has them as loss_fn"
-        raise ValueError(msg)
 
 
 class Schedule:
@@ -156,14 +144,15 @@ class Schedule:
         self.set_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state, after the last step's flag: the optimizer's state has the rate."""
+        self.read_flag()
         lrs = {"n_taken": self._n_taken, "base_lrs": [*self._base_lrs]}
         return lrs | {"n_skipped": self.n_skipped}
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError unless `load_state_dict` can restore it."""
-        theirs, ours = state["base_lrs"], self._base_lrs
-        if theirs != ours:
+        if state["base_lrs"] != self._base_lrs:
+            theirs, ours = state["base_lrs"], self._base_lrs
             msg = f"it has the learning rates {theirs} of groups, this run's optimizer {ours}"
             raise ValueError(msg)
 

@@ -2,17 +2,8 @@
 
 import torch
 
-# The precision that replaces each one where mixed precision is switched on and can run.
-MIXED = {
-    "64-true": "16-mixed",
-    "32-true": "16-mixed",
-    "16-true": "16-mixed",
-    "16-mixed": "16-mixed",
-    "bf16-true": "bf16-mixed",
-    "bf16-mixed": "bf16-mixed",
-    "transformer-engine": "transformer-engine",
-    "transformer-engine-float16": "transformer-engine-float16",
-}
+_FULL = ("64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed")
+_NAMES = (*_FULL, "transformer-engine", "transformer-engine-float16")
 ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 ALIASES |= {"None": "32-true", "no": "32-true", "fp16": "16-mixed"}
 ALIASES |= {"torch.float64": "64-true", "torch.float32": "32-true"}
@@ -62,14 +53,14 @@ def compute_effective_precision(
         '32-true'
     """
     name = ALIASES.get(str(requested), str(requested))
-    if name not in MIXED:
-        known = ", ".join([*MIXED, *ALIASES])
+    if name not in _NAMES:
+        known = ", ".join([*_NAMES, *ALIASES])
         msg = f"requested: expected one of {known}, got {requested!r}"
         raise ValueError(msg)
     if use_amp is None:
         return name
-    if use_amp and use_gpu:
-        has_cuda = torch.cuda.is_available() if cuda_available is None else cuda_available
-        if has_cuda:
-            return MIXED[name]
+    has_gpu = use_gpu and (torch.cuda.is_available() if cuda_available is None else cuda_available)
+    if use_amp and has_gpu:
+        is_mixed = name.startswith("transformer-engine")
+        return name if is_mixed else "bf16-mixed" if name.startswith("bf16") else "16-mixed"
     return "64-true" if name == "64-true" else "32-true"

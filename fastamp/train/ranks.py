@@ -3,70 +3,73 @@
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fastamp.step.shards import is_spread
+
 WAIT_S = 60.0  # of a rank for the others at a save
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that train one model, or a single process."""
+def has_group() -> bool:
+    """Say whether the program has made a process group, which may have one rank."""
+    return dist.is_available() and dist.is_initialized()
 
-    mode: str | None = None
-    """"ddp", "fsdp", or None for a single process."""
-    rank: int = 0
-    count: int = 1
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Return the value of every rank, in rank order."""
-        everyone = [mine] * self.count
-        if self.mode is not None:
-            dist.all_gather_object(everyone, mine)
-        return everyone
+def count() -> int:
+    """Return the number of ranks; 1 for a single process."""
+    return dist.get_world_size() if has_group() else 1
 
-    def meet(self, called: str) -> None:
-        """Wait until every rank has called a method, for up to a minute.
 
-        Raises:
-            TimeoutError: another rank has not; or it has ended.
-        """
-        if self.mode is None:
-            return
-        try:
+def rank() -> int:
+    """Return this process's rank."""
+    return dist.get_rank() if count() > 1 else 0
+
+
+def gather(mine: Any) -> list[Any]:
+    """Return the value of every rank, in rank order."""
+    everyone = [mine] * count()
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def meet(called: str) -> None:
+    """Wait until every rank has called a method, for up to a minute.
+
+    Raises:
+        TimeoutError: another rank has not; or it has ended.
+    """
+    try:
+        if count() > 1:
             dist.barrier(async_op=True).wait(timedelta(seconds=WAIT_S))
-        except RuntimeError as error:
-            msg = f"{called}: every rank has to call it, and another one has not: {error}"
-            raise TimeoutError(msg) from error
+    except RuntimeError as error:
+        msg = f"{called}: every rank has to call it, and another one has not: {error}"
+        raise TimeoutError(msg) from error
 
-    def together(self, action: Callable[[], Any]) -> Any:
-        """Call a function on every rank and return this rank's result; raise any rank's error."""
-        value = error = None
-        try:
-            value = action()
-        except Exception as raised:  # noqa: BLE001 - else the other ranks would wait for this one
-            error = raised
-        for rank, raised_there in enumerate(self.gather(error and _sendable(error))):
-            if raised_there is not None:
-                raise error if error is not None and rank == self.rank else raised_there
-        return value
 
-    def first(self, action: Callable[[], Any]) -> Any:
-        """Call a function on the first rank, and return its result on all."""
-        return self.gather(self.together(lambda: action() if self.rank == 0 else None))[0]
+def together(action: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on every rank and return this rank's result; raise any rank's error."""
+    if count() == 1:
+        return action(*args)
+    value = error = None
+    try:
+        value = action(*args)
+    except Exception as raised:  # noqa: BLE001 - else the other ranks would wait for this one
+        error = raised
+    for each, raised_there in enumerate(gather(error and _sendable(error))):
+        if raised_there is not None:
+            raise error if error is not None and each == rank() else raised_there
+    return value
 
-    def sum(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sums over all ranks of scalars on one device, in one float64 tensor."""
-        packed = torch.stack([value.double() for value in values])
-        if self.mode is not None:
-            dist.all_reduce(packed)
-        return packed
+
+def first(action: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on the first rank, and return its result on all."""
+    return gather(together(lambda: action(*args) if rank() == 0 else None))[0]
 
 
 def _sendable(error: Exception) -> Exception:
@@ -78,27 +81,17 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def find_ranks(model: nn.Module) -> Ranks:
-    """Return the ranks that share a model as it is given: in DDP, or sharded by FSDP2.
-
-    Raises:
-        ValueError: there are several ranks, and the model is in neither.
-    """
-    if not (dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())):
-        return Ranks()
-    count = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    mode = None
-    if dist.is_initialized():
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
-
-        if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
-            mode = "ddp"
-        elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            mode = "fsdp"
-    if mode is not None:
-        return Ranks(mode, dist.get_rank(), count)
-    if count > 1:
+def check_shared(model: nn.Module) -> None:
+    """Raise a ValueError if there are several ranks, and the model is not shared by them."""
+    count_ = count()
+    if count_ == 1 and dist.is_available() and dist.is_torchelastic_launched():
+        count_ = int(os.environ["WORLD_SIZE"])
+    if count_ > 1 and not (is_ddp(model) or any(map(is_spread, model.parameters()))):
         wanted = "a model in DistributedDataParallel, or sharded by fully_shard"
-        msg = f"model: expected {wanted}, as there are {count} ranks, got {type(model).__name__}"
+        msg = f"model: expected {wanted}, as there are {count_} ranks, got {type(model).__name__}"
         raise ValueError(msg)
-    return Ranks()
+
+
+def is_ddp(model: nn.Module) -> bool:
+    """Say whether a model, which may be compiled, is in DistributedDataParallel."""
+    return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)

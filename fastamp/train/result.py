@@ -32,29 +32,6 @@ class Curve(NamedTuple):
     values: NDArray[np.float64]
 
 
-class RankStats(NamedTuple):
-    """One region over the ranks of a process group: the mean of each rank, in seconds.
-
-    Example:
-        >>> fastamp.train.RankStats(min=0.1, min_rank=0, max=0.2, max_rank=1).max_rank
-        1
-    """
-
-    min: float
-    min_rank: int
-    max: float
-    max_rank: int
-
-
-def compare_ranks(everyone: list[dict[str, float]]) -> dict[str, RankStats]:
-    """Compare the mean seconds of each region, of which every rank has given its own."""
-    compared = {}
-    for path in dict.fromkeys(path for means in everyone for path in means):
-        ranked = [(means[path], rank) for rank, means in enumerate(everyone) if path in means]
-        compared[path] = RankStats(*min(ranked), *max(ranked))
-    return compared
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
     """What `fastamp.fine_tune` returns; `str` of it is the summary.
@@ -91,17 +68,14 @@ class TrainResult:
     precision: str
     """Of the run, as `fastamp.compute_effective_precision` names it."""
     samples_per_s: float
-    """In training, without evaluations and checkpoints."""
+    """In training, without evaluations and checkpoints; over ranks, of all together."""
     peak_memory_nbytes: int | None
     """The most that torch has allocated on a GPU; None on a CPU."""
     phase_s: dict[str, float]
     """Seconds in "data", "forward", "backward", "step", "evaluate" and "checkpoint", as far as they
-    occurred; of the GPU if there is one."""
+    occurred; of the GPU if there is one, and of this rank."""
     wait_share: float
     """The share of the training time in which the loop waited for data."""
-    over_ranks: dict[str, RankStats]
-    """For the regions of `phase_s`, mean seconds on the fastest and on the slowest rank, and which
-    they are; empty for a single process."""
 
     def summary(self) -> str:
         """Return the result as text."""
@@ -116,11 +90,6 @@ class TrainResult:
             lines.append(f"{self.samples_per_s:,.1f} samples/s, data wait {self.wait_share:.0%}")
             seconds = ", ".join(f"{name} {value:.3g}" for name, value in self.phase_s.items())
             lines.append(f"seconds: {seconds}")
-        for name, stats in self.over_ranks.items():
-            lines.append(
-                f"{name}: {stats.min:.3g} s on rank {stats.min_rank}, "
-                f"{stats.max:.3g} s on rank {stats.max_rank}"
-            )
         if self.peak_memory_nbytes is not None:
             lines.append(f"peak memory: {self.peak_memory_nbytes / 2**20:,.0f} MiB")
         return "\n".join(lines)

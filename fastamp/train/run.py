@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from fastamp.train import ranks
 from fastamp.train.config import TrainConfig
 from fastamp.train.loop import Loop, modes_kept
-from fastamp.train.random_state import all_devices, rng_state, seed_all, set_rng_state
-from fastamp.train.ranks import find_ranks
+from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.result import TrainResult
 
 
@@ -17,8 +18,7 @@ def fine_tune(
     """Train a model in place: fine-tune a pretrained one, or train one from scratch.
 
     1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed, and
-       the log says "resumed at step N of M". It also names device, precision and steps, and at the
-       end the losses, on standard error unless logging is set up.
+       the log says "resumed at step N of M".
     2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
        autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
        gradient is that of the mean over the step's targets, without those that are -100
@@ -30,28 +30,22 @@ def fine_tune(
        run. With `config.keep_best` the model has the best weights at the end, else the last ones.
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
-    and a checkpoint is written. A second signal acts at once, for a step that never ends, as when
-    the data hang. If the same signal ends worker processes too, the last checkpoint stands. A
-    damaged checkpoint is passed over with one warning. On a CPU a run that is interrupted or
+    and a checkpoint is written; a second signal acts at once. On a CPU a run that is interrupted or
     killed, and resumed, is bit-identical, except for random numbers that worker processes draw
-    within an epoch, or that a loader without a state draws from a generator of its own.
-
-    If the loader has no `state_dict`, as torch's, checkpoints are written at the end of an epoch
-    and of the run: after a signal the last one stands. A longer run begins the next epoch.
+    within an epoch, or that a loader without a state draws from a generator of its own. If the
+    loader has no `state_dict`, as torch's, checkpoints are written at the end of an epoch and of
+    the run, and signals act at once: the last one stands. A longer run begins the next epoch.
 
     Over ranks every rank calls this with the same arguments, and with a model on its device that is
     in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
     the ranks. A loader must yield the rank's part, as with `shard=True` or a DistributedSampler,
-    and as many batches as on the other ranks: `len` of it is compared when an epoch begins; without
-    one, you promise it. As in torch, gradients and training losses are means over the ranks, each
-    of its own targets; validation losses are means over all ranks' targets. Only the first rank
-    logs to `config.tracker`; a signal to one rank is a signal to all.
-
-    All ranks must be able to read the folder of checkpoints. The same number of ranks
-    resumes bit-identically, except for buffers, of which the first rank's are kept, and for DDP on
-    more than two ranks, whose first sum may be rounded differently. Any other number of ranks can
-    resume too, also with another batch size: with the rest of the epoch, at the same share of the
-    schedule, and with new random numbers.
+    and as many batches as on the other ranks: `len` of it is compared when an epoch begins. As in
+    torch, gradients and training losses are means over the ranks, each of its own targets;
+    validation losses are means over all ranks' targets. Only the first rank logs to
+    `config.tracker`. All ranks must be able to read the folder of checkpoints. The same number of
+    ranks resumes bit-identically, except for buffers, of which the first rank's are kept, and for
+    DDP on more than two ranks, whose first sum may be rounded differently. Any other number resumes
+    with the rest of the epoch, at the same share of the schedule, and with new random numbers.
 
     Args:
         model: its modules keep their training or evaluation mode; if the model itself is in
@@ -62,27 +56,21 @@ def fine_tune(
             `ModelCall.split` on batches. Before each epoch, from 0, `set_epoch(epoch)` is called,
             where it exists: of the loader or else of its samplers, and of the loader's dataset.
         val_data: as `train_data`, but not shuffled; None evaluates nothing. A
-            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation. One
-            of torch with a generator of its own begins with that generator's seed again after a
-            resume: the last bits of validation losses may differ.
+            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation.
         config: None is `TrainConfig()`.
 
     Returns:
         Loss curves, norms, skipped steps, throughput and more.
 
     Raises:
-        CheckpointError: the newest whole checkpoint is of another model, optimizer or config; only
-            the model's device has changed by then. Or all are damaged. Or a state holds an object
-            that is neither a tensor nor a plain value.
+        CheckpointError: see `Checkpointer.save` and `restore`: only the model's device has changed.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
         ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
             shapes do not match, ranks have unlike numbers of batches or a model that they do not
             share. Or checkpoints within an epoch are asked for, of data without a state. Or the run
-            in `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it,
-            another folder starts anew; the model has that run's weights then. Or the folder has
-            checkpoints, and `config.resume` is False.
+            in `config.checkpoint_dir` has finished; the model has that run's weights then.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
@@ -96,14 +84,15 @@ def fine_tune(
         if not isinstance(value, kind):
             msg = f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
             raise TypeError(msg)
-    ranks = find_ranks(model)
+    ranks.check_shared(model)
+    if config.chosen_device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # its generators are restored, too
+    rng = rng_state()
     with modes_kept(model):
-        devices = all_devices(begins=config.chosen_device.type != "cpu")
-        rng = rng_state(devices)
-        seed_all(config.seed, ranks.rank)
+        seed_all(config.seed, ranks.rank())
         if not model.training:
             model.train()
         try:
-            return Loop(model, train_data, val_data, config, ranks).train()
+            return Loop(model, train_data, val_data, config).train()
         finally:
-            set_rng_state(rng, devices)
+            set_rng_state(rng)

@@ -8,15 +8,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from fastamp._files import create
 
-_FORMAT = "fastamp.train 5"
-# What pickle raises for an object that it cannot write or, with `weights_only`, does not read.
-_NOT_PICKLED = (pickle.PickleError, AttributeError, TypeError)
+_FORMAT = "fastamp.train 6"
 
 
 class CheckpointError(RuntimeError):
@@ -36,15 +32,6 @@ class DamagedError(CheckpointError):
     """A checkpoint that cannot be read: the one before it can be resumed."""
 
 
-def as_plain(state: Any) -> Any:
-    """Return a state with Python's numbers in place of NumPy's, which `read_file` would refuse."""
-    versions = getattr(state, "_metadata", None)  # of a model's modules
-    state = tree_map_only(np.generic, np.generic.item, state)
-    if versions is not None:
-        state._metadata = versions
-    return state
-
-
 def write_file(path: Path, state: dict[str, Any]) -> None:
     """Write a state to the disk, and check that `read_file` takes the objects in it.
 
@@ -55,18 +42,11 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
         with create(path) as file:
             torch.save({"format": _FORMAT, **state}, file)
         _load(path)
-    except _NOT_PICKLED as error:
-        raise _not_saved(error) from error
+    except (pickle.PickleError, AttributeError, TypeError) as error:  # pickle raises each of them
+        msg = f"nothing is saved: {_explain(error)}"
+        raise CheckpointError(msg) from error
     except RuntimeError as error:  # torch raises it in place of an OSError
         raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-
-
-def check_pickled(state: Any) -> None:
-    """Raise a CheckpointError if a state cannot be sent to another rank."""
-    try:
-        pickle.dumps(state)
-    except _NOT_PICKLED as error:
-        raise _not_saved(error) from error
 
 
 def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
@@ -77,8 +57,12 @@ def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
             it is not whole.
     """
     try:
-        if compares_sums:
-            _compare_sums(path)
+        if compares_sums:  # torch.load does not
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                msg = f"the sum of {damaged} is wrong"
+                raise zipfile.BadZipFile(msg)  # noqa: TRY301 - as zipfile itself of other damage
         state = _load(path)
     except Exception as error:  # unpickling a damaged file can raise anything
         is_of_machine = isinstance(error, OSError) and error.errno != errno.EIO
@@ -100,23 +84,9 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def _compare_sums(path: Path) -> None:
-    """Compare the checksums of all entries, which torch.load does not."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        msg = f"the sum of {damaged} is wrong"
-        raise zipfile.BadZipFile(msg)
-
-
-def _not_saved(error: Exception) -> CheckpointError:
-    return CheckpointError(f"nothing is saved: {_explain(error)}")
-
-
 def _explain(error: Exception) -> str:
     """Say what is wrong with an object that pickle refuses."""
-    if not isinstance(error, pickle.UnpicklingError):
-        return str(error)
     kind = re.search(r"GLOBAL (\S+)", str(error))
-    of_what = f" of {kind[1]}" if kind else ""
-    return f"it holds an object{of_what}, which is neither a tensor nor a plain value"
+    if not (isinstance(error, pickle.UnpicklingError) and kind):
+        return str(error)
+    return f"it holds an object of {kind[1]}, which is neither a tensor nor a plain value"

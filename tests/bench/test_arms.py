@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import fastamp
-from fastamp.bench import arms, environment, measure, tasks
-from fastamp.bench.arms import Arm, list_arms
-from fastamp.bench.trainer import Runner
+from fastamp.bench import environment, measure, tasks, trainer
+from fastamp.bench.trainer import Arm, Trainer, list_arms
 
 HEAD = """
 import torch
@@ -42,11 +41,11 @@ def task(tmp_path, monkeypatch):
 
 def run_losses(task, *, is_ours, steps=3, precision="fp32"):
     """Return the losses of an arm."""
-    runner = Runner(Arm(name="x", task=task, is_ours=is_ours, precision=precision), "cpu", 0)
+    runner = Trainer(Arm(name="x", task=task, is_ours=is_ours, precision=precision), "cpu", 0)
     runner.steps = steps
     runner.prepare()
     runner.visit()
-    return [loss.item() for loss in runner.trainer.losses]
+    return [loss.item() for loss in runner.losses]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def run_losses(task, *, is_ours, steps=3, precision="fp32"):
 )
 def test_a_cpu_has_the_precisions_that_it_has_units_for(features, precisions, monkeypatch):
     monkeypatch.setattr(environment, "cpu_features", lambda: features)
-    assert arms.choose_precisions("cpu") == precisions
+    assert trainer.choose_precisions("cpu") == precisions
     found = list_arms("x", precisions, [("mine", "y")])
     pairs = [f"{who} {p}" for p in precisions for who in ("torch", "fastamp")]
     assert [arm.name for arm in found] == [*pairs, "mine"]
@@ -64,10 +63,10 @@ def test_a_cpu_has_the_precisions_that_it_has_units_for(features, precisions, mo
 
 def test_an_arm_is_named_beside_its_task(task):
     place = task("def make(*_): pass")
-    assert arms.read(f"mine={place}") == ("mine", place)
+    assert trainer.read_arm(f"mine={place}") == ("mine", place)
     for text in (place, "=x.py", "a b=x.py", "fp32=x.py", "mine="):
         with pytest.raises(argparse.ArgumentTypeError, match=r"is not NAME=FILE\.py:make"):
-            arms.read(text)
+            trainer.read_arm(text)
 
 
 def test_the_users_sampler_and_workers_are_those_of_both_arms():
@@ -119,7 +118,7 @@ def make(device, seed):
     theirs, ours = (run_losses(place, is_ours=is_ours) for is_ours in (False, True))
     assert ours == pytest.approx(theirs, rel=1e-5)
     training = tasks.make_training(tasks.find_make(place), "cpu", 0)
-    optimizer, by_hand = tasks.make_optimizers(training, training.model)[0], []
+    optimizer, by_hand = tasks.make_optimizers(training)[0], []
     for x, y in itertools.islice(tasks.make_loader(training, 0, device="cpu"), 3):
         optimizer.zero_grad()
         found = training.loss(training.model(x), y)
@@ -143,8 +142,8 @@ def slow(device, seed):
 """
     place, before = task(text), (torch.is_anomaly_enabled(), torch.get_num_threads())
     torch.set_num_threads(2)
-    plain = Runner(Arm(name="plain", task=place), "cpu", 0)
-    slow = Runner(Arm(name="slow", task=place.replace(":make", ":slow")), "cpu", 0)
+    plain = Trainer(Arm(name="plain", task=place), "cpu", 0)
+    slow = Trainer(Arm(name="slow", task=place.replace(":make", ":slow")), "cpu", 0)
     try:
         for runner, wanted in ((slow, (True, 1)), (plain, (False, 2)), (slow, (True, 1))):
             runner.visit()
@@ -163,7 +162,7 @@ class Noisy(torch.utils.data.Dataset):
 def make(device, seed):
     return nn.Linear(4, 3), Noisy(), loss
 """
-    found = measure.race_arms(list_arms(task(text), ["fp32"], []), "cpu", 0, steps=8)
+    found = measure.race_task(list_arms(task(text), ["fp32"], []), "cpu", 0, steps=8)
     assert [len(curve) for curve in found.losses.values()] == [8, 8]
     assert found.left_out == {}
 
@@ -181,15 +180,15 @@ def broken(device, seed):
     return nn.Linear(5, 3), data(), loss
 """
     place = task(text)
-    found = measure.race_arms(list_arms(place, ["fp32", "bf16"], []), "cpu", 0, steps=8)
+    found = measure.race_task(list_arms(place, ["fp32", "bf16"], []), "cpu", 0, steps=8)
     assert found.race.arms == ["torch fp32", "fastamp fp32"]
     assert {*found.left_out} == {"torch bf16", "fastamp bf16"}
     assert "AssertionError: half is not for me" in found.left_out["torch bf16"]
     broken = place.replace(":make", ":broken")
     with pytest.raises(tasks.BrokenTask, match="model: its call on a batch"):
-        measure.race_arms(list_arms(broken, ["fp32"], []), "cpu", 0, steps=8)
+        measure.race_task(list_arms(broken, ["fp32"], []), "cpu", 0, steps=8)
     with pytest.raises(tasks.BrokenTask, match="--arm mine: model: its call on a batch"):
-        measure.race_arms(list_arms(place, ["fp32"], [("mine", broken)]), "cpu", 0, steps=8)
+        measure.race_task(list_arms(place, ["fp32"], [("mine", broken)]), "cpu", 0, steps=8)
 
 
 def test_arms_that_do_not_fit_side_by_side_are_told_what_to_race(task):
@@ -205,7 +204,7 @@ def make(device, seed):
 """
     wanted = "memory: torch bf16 does not fit into memory beside torch fp32, fastamp fp32, which do"
     with pytest.raises(tasks.BrokenTask, match=wanted):
-        measure.race_arms(list_arms(task(text), ["fp32", "bf16"], []), "cpu", 0, steps=8)
+        measure.race_task(list_arms(task(text), ["fp32", "bf16"], []), "cpu", 0, steps=8)
 
 
 def test_a_task_is_made_once_for_each_arm_of_a_build_and_nowhere_else(task):
@@ -215,7 +214,7 @@ def make(device, seed):
     torch.made.append(seed)
     return nn.Linear(4, 3), data(), loss
 """
-    measure.race_arms(list_arms(task(text), ["fp32"], []), "cpu", 0, steps=8)
+    measure.race_task(list_arms(task(text), ["fp32"], []), "cpu", 0, steps=8)
     assert torch.made == [0] * 2 * 3  # arms, builds
     del torch.made
 
@@ -227,7 +226,7 @@ def make(device, seed):
     return model, DataLoader(data(), 16, shuffle=True), loss, {"max_norm": 0.1}
 """
     pair = [
-        Runner(Arm(name="x", task=place, is_ours=is_ours), "cpu", 0)
+        Trainer(Arm(name="x", task=place, is_ours=is_ours), "cpu", 0)
         for place in [task(text)]
         for is_ours in (False, True)
     ]
@@ -235,7 +234,7 @@ def make(device, seed):
         for runner in pair:
             runner.prepare()
             runner.visit()
-    theirs, ours = ([loss.item() for loss in runner.trainer.losses] for runner in pair)
+    theirs, ours = ([loss.item() for loss in runner.losses] for runner in pair)
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert len({*theirs}) == 9
 
@@ -245,8 +244,8 @@ def test_an_evaluate_without_an_accuracy_gives_a_loss(task):
 def make(device, seed):
     return nn.Linear(4, 3), data(), loss, {"evaluate": lambda model: {"loss": 2.5}}
 """
-    runner = Runner(Arm(name="x", task=task(text)), "cpu", 0)
-    [score] = runner.score()
+    runner = Trainer(Arm(name="x", task=task(text)), "cpu", 0)
+    [score] = runner.evaluate()
     assert score.loss == 2.5
     assert score.accuracy != score.accuracy  # it is NaN
 

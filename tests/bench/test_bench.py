@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +16,12 @@ from support.bench_pages import make_results
 from support.fake_clock import FakeClock
 from support.processes import run_python
 
-from fastamp.bench import environment, main_job, measure, targets, where
+from fastamp.bench import environment, gpt, jobs, main_job, measure, record, targets
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpt import Shape
-from fastamp.bench.jobs import language
-from fastamp.bench.peaks import peak_memory
-from fastamp.bench.race import Plan
-from fastamp.bench.tasks import BrokenTask
+from fastamp.bench.measure import peak_memory
+from fastamp.bench.race import Plan, Race
+from fastamp.bench.tasks import find_make
 from fastamp.bench.trainer import Score, Trainer
 
 TINY_SHAPE = Shape(layers=1, heads=2, width=32, block_size=16)
@@ -45,8 +46,8 @@ def quick(monkeypatch):
     """Take the subprocesses out of the command, on a CPU that is fast at everything."""
     monkeypatch.setattr(main_job, "peak_memory", lambda *_: 100 * MIB)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
-    monkeypatch.setattr(where, "BLOCKS", 3)
-    monkeypatch.setitem(language.MAIN_SHAPES, "cpu", TINY_SHAPE)
+    monkeypatch.setattr(measure, "SHARES_BLOCKS", 3)
+    monkeypatch.setitem(gpt.MAIN_SHAPES, "cpu", TINY_SHAPE)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
@@ -62,15 +63,14 @@ import multiprocessing, runpy, warnings
 warnings.simplefilter("error")
 # torch 2.6 leaves a folder of torch.distributed's to the end
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
-from fastamp.bench import apart, cores, environment, measure, where
+from fastamp.bench import apart, cores, environment, gpt, measure
 from fastamp.bench.gpt import Shape
-from fastamp.bench.jobs import language
-from fastamp.bench.race import Plan
-where.BLOCKS = 3
+from fastamp.bench.race import Plan, Race
+measure.SHARES_BLOCKS = 3
 environment.cpu_features = lambda: {"amx_bf16"}
 cores._read = dict  # a busy machine has another first line
 measure.PLAN = Plan(build_s=0.01, builds=(3,))
-language.MAIN_SHAPES["cpu"] = Shape(layers=1, heads=2, width=32, block_size=16)
+gpt.MAIN_SHAPES["cpu"] = Shape(layers=1, heads=2, width=32, block_size=16)
 # A fork has torch, which takes seconds to import; a test below starts a fresh process.
 apart.get_context = lambda _: multiprocessing.get_context("fork")
 runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)
@@ -120,27 +120,23 @@ def test_the_record_has_every_step_of_every_arm_and_where_its_time_goes(finished
 
 
 @pytest.mark.parametrize(
-    ("step_s", "all_steps", "steps", "rounds"),
+    ("step_s", "left", "steps"),
     [
-        (0.2, 48, 1, 44),  # the GPT on a CPU
-        (0.02, 48, 3, 14),
-        (0.01, 5000, 5, 999),
-        (1e-9, 5000, 40, 124),
-        (0.001, 3, 1, 2),
-        (0.2, None, 1, 2000),
-        (0.001, None, 40, 50),
+        (0.2, 44, 1),
+        (0.02, 44, 3),
+        (0.01, 5000, 5),
+        (1e-9, 5000, 40),
+        (1e-3, 2, 1),
+        (1e-3, None, 40),
     ],
 )
-def test_a_visit_is_long_and_leaves_six_blocks_or_three_of_single_steps(
-    step_s, all_steps, steps, rounds
-):
-    found, plan = measure._plan_visits(step_s, all_steps, Plan())
-    assert (found, plan.rounds) == (steps, rounds)
+def test_a_visit_is_long_and_leaves_six_blocks_or_single_steps(step_s, left, steps):
+    assert measure.count_visit_steps(step_s, left) == steps
 
 
 def test_a_visit_with_workers_is_longer_than_the_batches_that_they_have_made_ahead():
-    assert measure._plan_visits(1.0, None, Plan(), least=8)[0] == 8
-    assert measure._plan_visits(1e-9, None, Plan(), least=8)[0] == 40
+    assert measure.count_visit_steps(1.0, None, workers=2) == 8
+    assert measure.count_visit_steps(1e-9, None, workers=2) == 40
 
 
 def test_memory_is_measured_in_another_process_and_grows_with_the_model(processes):
@@ -186,14 +182,6 @@ def test_every_arm_starts_from_the_same_weights_and_takes_the_same_batches(
     assert not torch.equal(seen["torch fp32"][0], seen["torch fp32"][1])
 
 
-def test_every_part_of_a_step_is_timed_and_the_wait_for_data_is_one(quick, task, tmp_path):
-    path = tmp_path / "found.json"
-    assert main([str(task), "--device", "cpu", "--steps", "8", "--json", str(path)]) == 0
-    for shares in json.loads(path.read_text())["details"]["shares"].values():
-        assert all(shares[part] > 0 for part in where.REGIONS)
-        assert sum(shares.values()) == pytest.approx(1.0, abs=0.2)
-
-
 # What is said
 
 
@@ -236,12 +224,12 @@ def test_a_saving_of_memory_is_met_up_to_its_bound(peak, verdict):
     saving = judge(make_results(), peaks)["memory saving"]
     assert saving.verdict == verdict
     if peak is not None:
-        assert saving.reason == f"{peak} MiB against 100, no interval"
+        assert saving.reason == f"{peak} MiB against 100"
 
 
 def test_a_speedup_that_cannot_be_expected_is_not_judged_but_shown():
     found = judge(make_results(speedups=[0.5] * 6), excused="no units")["speedup"]
-    assert (found.verdict, found.reason) == ("n/a", "fastamp bf16 against torch fp32: no units")
+    assert (found.verdict, found.excused) == ("n/a", "no units")
     assert found.interval.value == pytest.approx(0.5)
 
 
@@ -251,18 +239,24 @@ def test_an_accuracy_of_one_number_has_no_interval_and_one_of_nan_is_the_tasks()
     found.scores.update({name: [one] for name in NAMES})
     gap = judge(found)["accuracy gap"]
     assert (gap.verdict, gap.interval.low) == ("inconclusive", -math.inf)
-    assert gap.reason.endswith("too few numbers for an interval")
+    assert gap.reason.endswith("too few for an interval")
     nan = Score(loss=1.0, accuracy=math.nan, window_accuracies=[math.nan])
     found.scores.update({name: [nan] for name in NAMES})
-    assert judge(found)["accuracy gap"].reason.endswith("an accuracy of nan in torch fp32")
+    assert judge(found)["accuracy gap"].verdict == "inconclusive"
     assert targets.measure_accuracy(found, NAMES[0]) == []
 
 
-def test_an_evaluation_of_another_length_for_each_arm_breaks_the_contract():
-    found = make_results()
-    found.scores["fastamp bf16"] = [Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5] * 3)]
-    with pytest.raises(BrokenTask, match="expected as many numbers for each arm, 64 as for torch"):
-        judge(found)
+@pytest.mark.parametrize("waiting", [0.0, 0.74])
+def test_the_line_of_a_verdict_has_at_most_100_columns(waiting, monkeypatch):
+    monkeypatch.setattr(Race, "waiting", lambda _: waiting)
+    why = {environment.no_speed_reason("cpu", each) for each in ("bf16", "fp16")} - {None}
+    for excused in ("", "no lower precision was raced", *why, "this GPU has no bf16 units"):
+        found = make_results(speedups=[1.2345, 12.345, 1.2345, 12.345, 9.8765], gap=-0.0123)
+        peaks = dict(zip(NAMES, (15_678 * MIB, 1, 1, 12_345 * MIB), strict=True))
+        judged = targets.judge_targets(found, peaks, targets.TARGETS, batch=40, excused=excused)
+        lines = [each.text() for each in record.doubt(judged, {"training": found.race})]
+        assert len(lines) == 3
+        assert all(len(line) <= 100 for line in lines), lines
 
 
 def say(found, peaks=None):
@@ -291,8 +285,8 @@ def test_a_gain_beyond_the_share_of_what_fastamp_replaces_is_called_noise():
     found = make_results(speedups=[2.0] * 6, added=1.74)
     [gain] = [each for each in targets.measure_gains(found) if each.name == "fastamp/bf16"]
     assert gain.verdict == "cannot tell"
-    assert gain.reason == "noise: at most 1.22x can be gained"
-    assert f"cannot be told (1.74x is {gain.reason}) in bf16" in say(found)
+    assert gain.noise == "noise: at most 1.22x can be gained"
+    assert f"cannot be told (1.74x is {gain.noise}) in bf16" in say(found)
     workers = replace(found, workers=2)  # they slow the model down: no limit is known
     [gain] = [each for each in targets.measure_gains(workers) if each.name == "fastamp/bf16"]
     assert gain.verdict == "faster"
@@ -310,7 +304,7 @@ def test_a_cpu_without_units_races_fp32_alone_and_promises_nothing_else(
     assert [*found["losses"]] == NAMES[:2]
     [speedup] = [each for each in found["measurements"] if each["name"] == "speedup"]
     assert speedup["verdict"] == "n/a"
-    assert "a CPU that names no bf16 units" in speedup["reason"]
+    assert speedup["excused"] == "this CPU names no bf16 units"
     assert found["sentence"].startswith("FP32 alone is raced; ")
     assert not re.search(r"bf16 makes|mixed", said, re.IGNORECASE)
 
@@ -320,7 +314,7 @@ def test_a_users_task_has_no_targets_unless_it_gives_them(quick, task, tmp_path,
     assert main(words) == 0
     assert "target" not in capsys.readouterr().out
     assert main([*words, "--check"]) == 3
-    assert "no verdict: train has no targets for --check" in capsys.readouterr().out
+    assert "no verdict: train has no targets for --check" in capsys.readouterr().err
     assert main([*words, "--check", "--target", "accuracy:1"]) == 0
     assert "accuracy gap" in capsys.readouterr().out
 
@@ -337,8 +331,8 @@ def test_a_missed_target_is_an_error_only_with_check(quick, options, monkeypatch
     [
         ([2.0, 1.0], []),
         ([math.nan, 1.0], []),  # a step that was skipped
-        ([2.0, math.nan, math.nan], ["its loss is nan from step 2 of 3 on"]),
-        ([math.inf], ["its loss is inf from step 1 of 1 on"]),
+        ([2.0, math.nan, math.nan], ["its loss is nan in step 3"]),
+        ([math.inf], ["its loss is inf in step 1"]),
     ],
 )
 def test_a_training_whose_last_loss_is_no_number_has_failed(losses, said):
@@ -359,7 +353,7 @@ def test_a_nan_in_training_is_a_failure_with_its_own_words_and_status_1(
     monkeypatch.setattr(Trainer, "train_step", broken)
     words = [str(task), "--device", "cpu", "--steps", "8", "--json", str(path)]
     assert main(words) == 1
-    line = "the training of torch bf16 has failed: its loss is nan from step 6 of 8 on"
+    line = "the training of torch bf16 has failed: its loss is nan in step 8"
     assert line in capsys.readouterr().out.splitlines()[1:3]
     found = json.loads(path.read_text())
     assert (line in found["failures"], found["sentence"]) == (True, "")
@@ -375,7 +369,7 @@ def test_a_slower_step_is_a_regression_and_a_rerun_is_none(
     clock = FakeClock(monkeypatch, noise=0.01)
 
     def step(trainer, _, region):
-        for name in where.REGIONS[1:]:
+        for name in measure.REGIONS[1:]:
             with region(name):
                 pass
         trainer.losses.append(torch.zeros(()))
@@ -392,25 +386,13 @@ def test_a_slower_step_is_a_regression_and_a_rerun_is_none(
     assert "batch_size is None, not 16" in capsys.readouterr().err
 
 
-def test_an_accuracy_is_held_to_a_baseline_only_at_the_same_number_of_steps(
-    quick, task, tmp_path, capsys
-):
-    saved = tmp_path / "saved.json"
-    words = [str(task), "--device", "cpu", "--precision", "fp32"]
-    assert main([*words, "--steps", "8", "--json", str(saved)]) == 0
-    with pytest.raises(SystemExit) as exit_:
-        main([*words, "--baseline", str(saved), "--fail-on", "accuracy:-1%"])
-    assert exit_.value.code == 2
-    assert "argument --fail-on: 'accuracy' needs --steps" in capsys.readouterr().err
-
-
 # The built-in tasks, one after the other
 
 
 def test_all_tasks_have_rows_and_one_sentence(quick, monkeypatch, tmp_path, capsys):
-    gains = {"mlp": 1.1, "cnn": 1.0, "rl": 1.3}
+    gains = {"mlp": 1.1, "small-gpt": 1.0, "rl": 1.3}
     monkeypatch.setattr(
-        "fastamp.bench.all_jobs.race_task",
+        "fastamp.bench.main_job.race_task",
         lambda arms, *_: make_results(
             speedups=[2.0 * gains[arms[0].task]] * 6, added=gains[arms[0].task]
         ),
@@ -418,68 +400,63 @@ def test_all_tasks_have_rows_and_one_sentence(quick, monkeypatch, tmp_path, caps
     path = tmp_path / "found.json"
     assert main(["all", *gains, "--device", "cpu", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    assert [row["task"] for row in found["table"]] == ["mlp", "mlp", "cnn", "cnn", "rl", "rl"]
+    assert [row["task"] for row in found["table"]] == ["mlp"] * 2 + ["small-gpt"] * 2 + ["rl"] * 2
     names = {each["name"] for each in found["measurements"]}
     assert names >= {"mlp/fastamp/bf16", "mlp/precision/bf16", "rl/fastamp/fp32"}
     assert found["sentence"] == (
-        "Times as fast as torch in the same precision: mlp 1.10x (faster), cnn 1.00x (equal), "
-        "rl 1.30x (cannot tell)."
+        "Times as fast as torch in the same precision: mlp 1.10x (faster), "
+        "small-gpt 1.00x (equal), rl 1.30x (cannot tell)."
     )
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == [*gains]
     with pytest.raises(SystemExit):
-        main(["all", "gpt"])
-    assert "'gpt' is none of small-gpt, mlp, cnn" in capsys.readouterr().err
+        main(["all", "cnn"])
+    assert "'cnn' is none of gpt, small-gpt, mlp, rl" in capsys.readouterr().err
 
 
-def test_without_pillow_the_images_are_refused_before_any_work_and_no_default(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    for words in (["all", "images"], ["images"]):
-        with pytest.raises(SystemExit):
-            main(words)
-        assert "'images' cannot run: PIL.Image cannot be imported" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "rl", "lora", "images"])
+@pytest.mark.parametrize("name", ["mlp", "rl", "examples/task_images.py"])
 def test_a_built_in_task_has_the_same_losses_by_torch_and_by_fastamp(name, monkeypatch):
-    if name == "images":
+    for constant in ("ROWS", "STATES"):
+        monkeypatch.setattr(jobs, constant, 512)
+    if "images" in name:
         pytest.importorskip("PIL.Image")
-    monkeypatch.setattr("fastamp.bench.jobs.networks.ROWS", 512)
-    monkeypatch.setattr("fastamp.bench.jobs.networks.STATES", 512)
-    monkeypatch.setattr("fastamp.bench.jobs.vision.COUNT", 512)
-    monkeypatch.setattr("fastamp.bench.jobs.vision.PHOTOS", 16)
-    monkeypatch.setattr(language, "DEEP", TINY_SHAPE)
+        monkeypatch.chdir(Path(__file__).parents[2])
+        find_make(name)
+        monkeypatch.setattr(sys.modules["task_images"], "PHOTOS", 16)
     arms = main_job.list_arms(name, ["fp32"], [])
-    theirs, ours = measure.race_arms(arms, "cpu", 0, steps=3).losses.values()
-    # The crops and the decoded sizes of images are others.
-    rtol = 0.2 if name in {"cnn", "images"} else 1e-3
+    theirs, ours = measure.race_task(arms, "cpu", 0, steps=3).losses.values()
+    rtol = 0.2 if "images" in name else 1e-3  # which decodes to other sizes
     assert ours == pytest.approx(theirs, rel=rtol)
+
+
+def test_photographs_are_as_large_as_photographs(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    importlib.import_module("task_images").write_photos(tmp_path, 3, 0)
+    files = sorted(tmp_path.glob("*/*.jpg"))
+    assert len({path.read_bytes() for path in files}) == 3
+    for path in files:
+        assert 35_000 < path.stat().st_size < 65_000
+        with image.open(path) as photo:
+            assert photo.size == (500, 375)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--steps 0", "argument --steps: '0' is not an integer of at least 3"),
         ("--steps 2", "argument --steps: '2' is not"),
-        ("step --rows gpt2/norm", "argument --rows: invalid choice: 'gpt2/norm'"),
         (
             "latency --batch-sizes 1 0",
             "argument --batch-sizes: '0' is not an integer of at least 1",
         ),
-        ("--report missing/x", "argument --report: 'missing/x' is no file that can be written"),
         ("--baseline short", "argument --baseline: 'short' cannot be read"),
         ("--fail-on speedup", "argument --fail-on: 'speedup' is not a metric and a change"),
-        ("--fail-on speedup:-5%", "argument --fail-on: 'speedup' needs a --baseline"),
-        ("--batch-size -1", "argument --batch-size: '-1' is not an integer of at least 1"),
-        ("--target memory", "argument --target: '' is not a number from -1 to 1e+06"),
+        ("--fail-on speedup:-5%", "argument --fail-on: needs a --baseline"),
         ("--target loss:1", "argument --target: 'loss:1' is none of speedup:X, memory:X and"),
         ("--arm x", "argument --arm: 'x' is not NAME=FILE.py:make"),
         ("--arm x=missing.py", "missing.py: its import raised ModuleNotFoundError"),
         ("--precision fp8", "argument --precision: invalid choice: 'fp8'"),
-        ("--device tpu", "argument --device: invalid choice: 'tpu'"),
         ("--json missing/x", "argument --json: 'missing/x' is no file that can be written"),
-        ("--json empty", "argument --json: 'empty' is no file that can be written"),
-        (f"--json {'x' * 300}", "xxx' is no file that can be written"),
         ("--step 5", "unrecognized arguments: --step"),
         ("race", "argument task: 'race' is none of gpt, small-gpt"),
     ],
@@ -487,7 +464,6 @@ def test_a_built_in_task_has_the_same_losses_by_torch_and_by_fastamp(name, monke
 def test_a_bad_argument_is_named_before_any_work(options, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(main_job, "race_task", None)
-    (tmp_path / "empty").mkdir()
     (tmp_path / "short").write_bytes(b"0123456789")
     with pytest.raises(SystemExit) as exit_:
         main(options.split())

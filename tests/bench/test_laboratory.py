@@ -18,7 +18,6 @@ from support.fake_clock import FakeClock
 
 import fastamp
 from fastamp.bench import gpt, race
-from fastamp.bench.jobs import vision
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 QUICK = ["--rounds", "8"]  # three blocks
@@ -45,80 +44,7 @@ def read_table(printed):
     return [line.split("  ")[0].strip() for line in lines]
 
 
-# Other people's loops and optimizers
-
-
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        ("accelerate", "accelerate"),
-        ("fabric", "lightning.fabric"),
-        ("lightning", "lightning.pytorch"),
-        ("transformers", "transformers"),
-    ],
-)
-def test_a_job_is_trained_in_other_peoples_loops(name, module, script, monkeypatch, capsys):
-    pytest.importorskip(module)
-    loaders, in_frameworks = [], script("in_frameworks")
-    make_loader = in_frameworks._make_loader
-
-    def keep(loop, *, ours, **options):
-        loaders.append(make_loader(loop, ours=ours, **options))
-        return loaders[-1]
-
-    monkeypatch.setattr(in_frameworks, "_make_loader", keep)
-    words = [name, "--task", "mlp", "--device", "cpu", "--steps", "2"]
-    script("frameworks").main([*words, *QUICK])
-    assert read_table(capsys.readouterr().out) == [name]
-    are_ours = [isinstance(loader, fastamp.DataLoader) for loader in loaders]
-    assert are_ours == [False, False, True]  # torch's loop, the framework, and with fastamp
-
-
-def test_a_loop_or_a_job_that_is_not_known_is_refused(script, monkeypatch, capsys):
-    frameworks = script("frameworks")
-    for words, said in (
-        (["keras"], "keras: none of accelerate, fabric, lightning"),
-        (["--task", "mlps"], "'mlps' is none of gpt, small-gpt"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            frameworks.main(words)
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
-    monkeypatch.setattr(frameworks.importlib.util, "find_spec", lambda _: None)
-    frameworks.main(["accelerate"])
-    assert "not installed" in capsys.readouterr().out
-
-
-def test_other_optimizers_race_on_each_shape(script, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "compile", lambda step: step)  # which takes seconds
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    script("step_peers").main(["--shapes", "network", "lora", *QUICK])
-    printed = capsys.readouterr().out
-    assert [text.partition(",")[0] for text in read_table(printed)] == [
-        "6 tensors",
-        "32 LoRA matrices",
-    ]
-    assert "torch.compile ms" in printed
-
-
-def test_8_bit_optimizers_race_where_they_are_installed(script, monkeypatch, capsys):
-    step_peers = script("step_peers")
-    monkeypatch.setattr(step_peers, "is_installed", lambda name: name == "bitsandbytes")
-    eight = step_peers.PEERS["adamw-8bit"]
-    monkeypatch.setitem(eight, "bitsandbytes", torch.optim.AdamW)
-    monkeypatch.setitem(step_peers.SHAPES, "tiny", ("3 of 4 x 64", [(4, 64)] * 3))
-    words = ["--work", "adamw-8bit", "--shapes", "tiny", *QUICK]
-    step_peers.main(words)
-    printed = capsys.readouterr()
-    assert read_table(printed.out) == ["3 of 4 x 64; adamw-8bit"]
-    assert "bitsandbytes ms" in printed.out
-    assert "torchao ms" not in printed.out
-    assert printed.err == "not raced: torchao is not installed\n"
-    monkeypatch.setitem(
-        eight, "bitsandbytes", functools.partial(torch.optim.AdamW, betas=(0.5, 0.9))
-    )
-    with pytest.raises(AssertionError, match="not close"):
-        step_peers.main(words)
+# The optimizers
 
 
 def test_a_loss_in_less_memory_is_held_to_the_spread_of_seeds(
@@ -157,17 +83,6 @@ def test_ranks_start_compare_and_leave_none_behind(script, monkeypatch, capsys):
     # The arm, its median, and the collectives of its step.
     rows = re.findall(r"  +(torch|all-reduce|fastamp) +[\d.]+ +(\d) ", capsys.readouterr().out)
     assert rows == [("torch", "2"), ("all-reduce", "1"), ("fastamp", "1")]
-
-
-def test_photographs_are_as_large_as_photographs(tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    vision.write_photos(tmp_path, 3, 0)
-    files = sorted(tmp_path.glob("*/*.jpg"))
-    assert len({path.read_bytes() for path in files}) == 3
-    for path in files:
-        assert 35_000 < path.stat().st_size < 65_000
-        with image.open(path) as photo:
-            assert photo.size == (500, 375)
 
 
 # The bench measures itself

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
 import resource
 import stat
 import sys
-import threading
 
 import pytest
 from support.processes import run_python
@@ -58,83 +56,43 @@ def test_a_file_that_cannot_grow_stays_as_it_was(option, tmp_path, capsys):
     assert path.read_text() == "older"
 
 
-@pytest.mark.parametrize("call", ["fsync", "open"])
-def test_what_fails_on_the_way_leaves_nothing_behind(call, tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, call, fail)
-    both = ["--json", str(tmp_path / "a"), "--report", str(tmp_path / "b")]
-    said = refusal(both, capsys)
-    monkeypatch.undo()
-    assert said.count("No space left on device") == 2
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_file_is_replaced_at_the_end_of_links_and_keeps_its_mode(tmp_path, capsys):
-    (tmp_path / "deep").mkdir()
-    path, link = tmp_path / "deep" / "found", tmp_path / "link"
+def test_a_file_is_replaced_at_the_end_of_links_and_keeps_its_mode(tmp_path, monkeypatch, capsys):
+    path, link = tmp_path / "found", tmp_path / "link"
     path.write_text("older")
     path.chmod(0o640)
-    link.symlink_to("link2")
-    (tmp_path / "link2").symlink_to(path)
-    inode = path.stat().st_ino
+    link.symlink_to("found")
+    monkeypatch.setattr(os, "fsync", lambda _: os.open("/dev/full/x", 0))  # fails on the way
+    assert "cannot write --json" in refusal(["--json", str(link)], capsys)
+    assert ({*tmp_path.iterdir()}, path.read_text()) == ({path, link}, "older")
+    monkeypatch.undo()
+    monkeypatch.setattr(step, "run_cases", lambda *_: Report(table=[{"a": "b"}]))
     assert main([*COMMAND, "--json", str(link)]) == 0
     assert link.is_symlink()
     assert json.loads(path.read_text())["command"] == "step"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert path.stat().st_ino != inode
-    new = tmp_path / "new"
-    link.unlink()
-    link.symlink_to(new)
-    assert main([*COMMAND, "--json", str(link)]) == 0
-    assert link.is_symlink()
-    assert json.loads(new.read_text())["command"] == "step"
 
 
-@pytest.mark.parametrize("words", ["--json file/x", "--report file/x", "--json x --report ./x"])
-def test_a_path_that_cannot_be_written_is_refused_before_any_work(
-    words, monkeypatch, tmp_path, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(step, "_run", None)
+def test_a_path_that_cannot_be_written_is_refused_before_any_work(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(step, "run_cases", None)
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as raised:
-        main([*COMMAND, *words.split()])
+        main([*COMMAND, "--json", str(tmp_path / "file" / "x")])
     assert raised.value.code == 2
-    said = "is no file that can be written" if "file" in words else "is the file of --json too"
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert "is no file that can be written" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_the_terminals_encoding_lacks_is_escaped(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
-    monkeypatch.setattr(step, "_run", lambda *_: Report(table=[{"a": "b\u00e4se"}]))
+    monkeypatch.setattr(step, "run_cases", lambda *_: Report(table=[{"a": "b\u00e4se"}]))
     assert main(COMMAND) == 0
     assert b"b\\xe4se" in written.getvalue()
 
 
 def test_check_without_a_target_is_status_3_and_a_line(tmp_path, capsys):
     assert main([*COMMAND, "--check", "--json", str(tmp_path / "found")]) == 3
-    said = "no verdict: step has no targets for --check"
-    assert said in capsys.readouterr().out
-    assert said in json.loads((tmp_path / "found").read_text())["closing"]
-
-
-def test_a_closed_standard_output_is_no_error_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "stdout", None)
-    assert main([*COMMAND, "--json", str(tmp_path / "found")]) == 0
-
-
-def test_a_pipe_is_written_directly(tmp_path):
-    path, got = tmp_path / "pipe", []
-    os.mkfifo(path)
-    reader = threading.Thread(target=lambda: got.append(path.read_text()))
-    reader.start()
-    assert main([*COMMAND, "--json", str(path)]) == 0
-    reader.join()
-    assert json.loads(got[0])["command"] == "step"
-    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert "no verdict: step has no targets for --check" in capsys.readouterr().err
+    assert (tmp_path / "found").exists()
 
 
 @pytest.mark.parametrize(
@@ -178,41 +136,29 @@ def saved(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-WRONG = [None, 5, -1.5, "x", [], {}, [1], True]
-
-
-def test_a_baseline_of_wrong_content_is_a_bad_argument(saved, tmp_path, capsys):
+@pytest.mark.parametrize("value", [None, 5, "x", [], {}])
+def test_a_baseline_of_wrong_content_is_a_bad_argument(value, saved, tmp_path, capsys):
     path, name = tmp_path / "wrong.json", "speedup/in-a-loop/adamw"
     held = [*COMMAND, "--baseline", str(path), "--fail-on", f"{name}:-5%"]
-    entries = [
-        (key,) for key in ("command", "job", "environment", "measurements", "schema_version")
-    ]
     place = [each["name"] for each in saved["measurements"]].index(name)
-    entries += [("environment", "threads"), ("measurements", place, "name")]
-    entries += [("measurements", place, "interval", end) for end in ("value", "low", "high")]
-    for at in entries:
-        for value in ["missing", *WRONG]:
-            record = json.loads(json.dumps(saved))
-            place = record
-            for key in at[:-1]:
-                place = place[key]
-            if value == place[at[-1]]:  # as True is 1
-                continue
-            if value == "missing":
-                del place[at[-1]]
-            else:
-                place[at[-1]] = value
-            path.write_text(json.dumps(record))
-            try:
-                status = main(held)
-            except SystemExit as raised:
-                status = raised.code
-            said = capsys.readouterr().err.splitlines()
-            is_other = len(at) == 1 or at[0] == "environment"  # not comparable, and says so
-            is_number = len(at) == 4 and (value is None or type(value) in (int, float))
-            fine = {0, 1, 3} if is_number else {2, 3} if is_other else {2}
-            assert status in fine, (at, value, said)
-            assert status != 2 or "error: argument --" in said[-1]
+    for at in (
+        *(("job",), ("environment",), ("measurements",), ("environment", "threads")),
+        *(("measurements", place, "name"), ("measurements", place, "interval", "low")),
+    ):
+        record = json.loads(json.dumps(saved))
+        inside = record
+        for key in at[:-1]:
+            inside = inside[key]
+        inside[at[-1]] = value
+        path.write_text(json.dumps(record))
+        try:
+            status = main(held)
+        except SystemExit as raised:
+            status = raised.code
+        said = capsys.readouterr().err.splitlines()
+        is_number = at[-1] == "low" and (value is None or type(value) is int)
+        assert status in ({0, 1, 3} if is_number else {2, 3}), (at, said)
+        assert status != 2 or "error: argument --" in said[-1]
 
 
 @pytest.mark.parametrize("content", [b"", b"5", b"[" * 100_000, b"\xff", b"{}", b"[1]"])
@@ -240,14 +186,3 @@ def test_a_metric_that_this_run_lacks_is_no_verdict_and_all_else_is_written(
     assert said in capsys.readouterr().out
     assert said in (tmp_path / "now.html").read_text().replace("&gt;", ">")
     assert said in [each["text"] for each in json.loads(now.read_text())["measurements"]]
-
-
-def test_a_change_beyond_all_numbers_is_a_change(saved, tmp_path, capsys):
-    path, name = tmp_path / "wrong.json", "speedup/in-a-loop/adamw"
-    for value in (5e-324, 1e308):
-        record = json.loads(json.dumps(saved))
-        for each in record["measurements"]:
-            each["interval"] = {"value": value, "low": value, "high": value}
-        path.write_text(json.dumps(record))
-        status = main([*COMMAND, "--baseline", str(path), "--fail-on", f"{name}:-5%"])
-        assert status == (0 if value < 1 else 1)

@@ -1,11 +1,10 @@
-"""The bench's one training loop: what a step computes, and how a model is scored."""
+"""The bench's one training loop: its text, what a step computes, and how a model is scored."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,19 +13,25 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import fastamp
-from fastamp.bench import tasks, text
-from fastamp.bench.arms import Arm
+from fastamp.bench import gpt
 from fastamp.bench.gpt import GPT, Shape
-from fastamp.bench.jobs import language
-from fastamp.bench.trainer import Trainer
+from fastamp.bench.trainer import Arm, Trainer
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
-    return text.load_corpus(str(tmp_path), block_size=SHAPE.block_size)
+    """Return a text whose validation part holds bytes of its own."""
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(100)) * 90 + bytes(range(100, 200)) * 10)
+    return gpt.load_corpus([path])
+
+
+@pytest.fixture
+def made(corpus):
+    """Return a small GPT as a task, in batches of 4 windows."""
+    return gpt.make_model(0, SHAPE, 4, corpus)
 
 
 def draw_batches(corpus):
@@ -34,16 +39,35 @@ def draw_batches(corpus):
     return iter(DataLoader(fastamp.TokenDataset(corpus.train, 16), 4))
 
 
-@pytest.fixture
-def training(corpus):
-    make = lambda _, seed: language.make_model(seed, SHAPE, 4, corpus)  # noqa: E731
-    return tasks.make_training(make, "cpu", 0)
-
-
-def begin(training, **arm):
+def begin(made, **arm):
     """Return a trainer over a copy of the model."""
-    own = replace(training, model=copy.deepcopy(training.model))
-    return Trainer(Arm(name="", task="", **arm), own, "cpu")
+    own = copy.deepcopy(made[0]), *made[1:]
+    return Trainer(Arm(name="", task="", **arm), "cpu", 0, make=lambda *_: own)
+
+
+# The text and the model
+
+
+def test_the_standard_library_is_read_without_third_party_code_and_tests(tmp_path, monkeypatch):
+    for name in ("os.py", "json/scanner.py", "site-packages/torch.py", "test/test_os.py", "os.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(name[:1].encode() * 100)
+    monkeypatch.setattr(gpt.sysconfig, "get_path", lambda _: str(tmp_path))
+    read = gpt.read_library.__wrapped__()
+    assert bytes(read.train) == b"j" * 100 + b"o" * 80
+    assert bytes(read.validation) == b"o" * 20
+
+
+def test_no_validation_byte_is_ever_trained_on_and_all_windows_are_scored_once(made):
+    model, data, _, options = made
+    assert torch.cat([torch.cat(data[window]) for window in range(len(data))]).max() == 99
+    held = []
+    model.register_forward_hook(lambda _model, args, _out: held.append(args[0]))
+    with torch.no_grad():
+        scored = options["evaluate"](model)
+    assert torch.cat(held).min() == 100
+    assert sum(map(len, held)) == len(scored["accuracy"]) == 62  # of 1,000 bytes, at most 64
 
 
 def test_a_byte_changes_no_prediction_before_it():
@@ -58,25 +82,25 @@ def test_a_byte_changes_no_prediction_before_it():
     assert (before[:, 9:] != after[:, 9:]).any(dim=2).all()
 
 
-def test_autocast_reaches_the_residual_stream(training):
+def test_autocast_reaches_the_residual_stream(made, corpus):
     seen = []
-    tokens = torch.zeros(1, 16, dtype=torch.int64)
     for precision in ("fp32", "bf16"):
-        run = begin(training, precision=precision)
+        run = begin(made, precision=precision)
         run.model.norm.register_forward_hook(lambda _module, args, _out: seen.append(args[0].dtype))
-        with run.autocast():
-            run.model(tokens)
+        run.train_step(next(draw_batches(corpus)))
     assert seen == [torch.float32, torch.bfloat16]
 
 
-def test_torchs_arm_is_a_plain_loop_to_the_last_bit(corpus, training):
-    model = training.model
+# The step
+
+
+def test_torchs_arm_is_a_plain_loop_to_the_last_bit(corpus, made):
+    model = made[0]
     torch.nn.init.normal_(model.head.weight)  # steep enough for the clip to act
-    run = begin(training)
+    run = begin(made)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * 256 / 32, fused=True)
-    batches = draw_batches(corpus)
-    for tokens, targets in itertools.islice(batches, 3):
-        run.train([(tokens, targets)])
+    for tokens, targets in itertools.islice(draw_batches(corpus), 3):
+        run.train_step((tokens, targets))
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
@@ -87,16 +111,15 @@ def test_torchs_arm_is_a_plain_loop_to_the_last_bit(corpus, training):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_both_steps_end_at_the_same_weights_and_fastamps_frees_gradients(
-    corpus, training, precision
-):
-    torch.nn.init.normal_(training.model.head.weight, std=0.3)  # steep enough for the clip to act
+def test_both_steps_end_at_the_same_weights_and_fastamps_frees_gradients(corpus, made, precision):
+    torch.nn.init.normal_(made[0].head.weight, std=0.3)  # steep enough for the clip to act
     batch = next(draw_batches(corpus))
     ends = {}
     for is_ours in (False, True):
-        run = begin(training, is_ours=is_ours, precision=precision)
-        steps = 2 if precision == "fp32" else 1  # Adam magnifies the rounding of tiny gradients
-        run.train([batch] * steps)
+        run = begin(made, is_ours=is_ours, precision=precision)
+        # Adam magnifies the rounding of tiny gradients
+        for _ in range(2 if precision == "fp32" else 1):
+            run.train_step(batch)
         assert run.scaler.is_enabled() == (precision == "fp16")
         assert isinstance(run.scaler, fastamp.GradScaler) == is_ours
         assert not run.has_skipped()
@@ -105,60 +128,46 @@ def test_both_steps_end_at_the_same_weights_and_fastamps_frees_gradients(
     torch.testing.assert_close(ends[True], ends[False], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("chosen", [[1], [0, 1]], ids=["one of two layers", "two optimizers"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("is_ours", [False, True])
-def test_every_step_clips_what_the_optimizer_holds_and_no_other_parameter(is_ours, precision):
-    torch.manual_seed(0)
-    body, head = nn.Linear(8, 4), nn.Linear(4, 1)
-    model, rows = nn.Sequential(body, head), 100 * torch.randn(16, 8)
-    run = begin(
-        tasks.Training(
-            model=model,
-            data=[],
-            loss=functional.mse_loss,
-            optimizer=lambda model: torch.optim.SGD(model[1].parameters(), lr=1.0),
-            max_norm=0.1,
-        ),
-        is_ours=is_ours,
-        precision=precision,
-    )
-    run.scaler = type(run.scaler)("cpu", init_scale=2.0, enabled=precision == "fp16")
-    run.train([(rows, torch.zeros(16, 1))])
-    assert run.model[0].weight.grad.norm() > 1
-    pairs = zip(run.model[1].parameters(), head.parameters(), strict=True)
-    moved = torch.cat([(new - old).detach().flatten() for new, old in pairs])
-    assert moved.norm().item() == pytest.approx(0.1, rel=1e-3)
-
-
-@pytest.mark.parametrize("is_ours", [False, True])
-def test_several_optimizers_are_clipped_to_one_norm(is_ours):
+def test_every_step_clips_to_one_norm_what_the_optimizers_hold_and_no_other_parameter(
+    is_ours, precision, chosen
+):
     torch.manual_seed(0)
     model, rows = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1)), 100 * torch.randn(16, 8)
-    make = lambda model: [torch.optim.SGD(each.parameters(), lr=1.0) for each in model]  # noqa: E731
-    whole = {"loss": functional.mse_loss, "optimizer": make, "max_norm": 0.1}
-    run = begin(tasks.Training(model=model, data=[], **whole), is_ours=is_ours)
-    run.train([(rows, torch.zeros(16, 1))])
+    options = {
+        "optimizer": lambda m: [torch.optim.SGD(m[i].parameters(), lr=1.0) for i in chosen],
+        "max_norm": 0.1,
+    }
+    data = torch.utils.data.TensorDataset(rows, torch.zeros(16, 1))
+    made = model, data, functional.mse_loss, options
+    run = begin(made, is_ours=is_ours, precision=precision)
+    run.scaler = type(run.scaler)("cpu", init_scale=2.0, enabled=precision == "fp16")
+    run.train_step(data[:])
     pairs = zip(run.model.parameters(), model.parameters(), strict=True)
     moved = torch.cat([(new - old).detach().flatten() for new, old in pairs])
     assert moved.norm().item() == pytest.approx(0.1, rel=1e-3)
+    if chosen == [1]:
+        assert run.model[0].weight.grad.norm() > 1
 
 
 @pytest.mark.parametrize("is_ours", [False, True])
-def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, training, is_ours):
-    run = begin(training, is_ours=is_ours, precision="fp16")
+def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, made, is_ours):
+    run = begin(made, is_ours=is_ours, precision="fp16")
     batches = draw_batches(corpus)
-    run.train([next(batches)])
+    run.train_step(next(batches))
     assert not run.has_skipped()
     hook = run.parameters[0].register_hook(lambda grad: grad * math.inf)
-    run.train([next(batches)])
+    run.train_step(next(batches))
     hook.remove()
     assert run.has_skipped()
-    run.train([next(batches)])
+    run.train_step(next(batches))
     assert not run.has_skipped()
     assert len(run.losses) == 3
 
 
-def test_a_score_is_computed_in_float32_outside_autocast(training, monkeypatch):
+def test_a_score_is_computed_in_float32_outside_autocast(made, monkeypatch):
     seen = []
     cross_entropy = functional.cross_entropy
 
@@ -166,9 +175,8 @@ def test_a_score_is_computed_in_float32_outside_autocast(training, monkeypatch):
         seen.append((logits.dtype, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
         return cross_entropy(logits, targets, **options)
 
-    monkeypatch.setattr(language.functional, "cross_entropy", spy)
-    (score,) = begin(training, precision="bf16").evaluate()
+    monkeypatch.setattr(gpt.functional, "cross_entropy", spy)
+    (score,) = begin(made, precision="bf16").evaluate()
     assert seen == [(torch.float32, False, False)] * 16
-    assert len(score.window_accuracies) == 62  # of 1,000 bytes
     assert score.accuracy == pytest.approx(sum(score.window_accuracies) / 62)
     assert score.loss == pytest.approx(math.log(256), rel=0.2)  # nothing is learnt yet

@@ -74,7 +74,8 @@ def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, m
     new = kept | {"losses": {"a": [1.0]}, "created": "2030-01-01"}
     new["races"] = {name: race | {"builds": [[[]], [[]]]} for name, race in kept["races"].items()}
 
-    def run(words, *, check):
+    def run(words, *, check, cwd):
+        assert (cwd / "benchmarks").is_dir()
         assert (words[1:5], check) == (["-I", "-m", "fastamp.bench", "loader"], True)
         Path(words[-1]).write_text(json.dumps(new))
 
@@ -87,3 +88,12 @@ def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, m
     assert front.main(["--measure", "loader"]) == 3
     assert capsys.readouterr().out == "loader: the machine is too noisy; nothing is kept\n"
     assert json.loads((front.RESULTS / "loader.json").read_text()) == written
+
+
+def test_a_record_without_a_row_is_refused_by_the_name_of_the_row(front):
+    path = front.RESULTS / "jobs.json"
+    record = json.loads(path.read_text())
+    record["measurements"] = [m for m in record["measurements"] if "images" not in m["name"]]
+    path.write_text(json.dumps(record))
+    with pytest.raises(SystemExit, match="has no examples/task_images.py/fastamp/bf16: --measure"):
+        front.main(["--check"])

@@ -55,7 +55,7 @@ IMPORTS = {
         "fastamp._progress",
         *BOTTOM,
     },
-    "fastamp.bench.installation": {
+    "fastamp.bench.doctor": {
         "fastamp.bench",
         "fastamp._ops.choose",
         "fastamp._ops.reinstall",
@@ -206,6 +206,7 @@ def test_what_is_shipped_never_imports_the_laboratory():
     scripts = "|".join(path.stem for path in LABORATORY)
     outside = re.compile(rf"^\s*(?:from|import) (?:{scripts}|benchmarks)\b", re.MULTILINE)
     assert not [path for path in PYTHON if outside.search(path.read_text())]
+    assert outside.search("def f():\n    from step_rows import make_row")
 
 
 def test_only_two_modules_know_the_private_names_of_a_loader():

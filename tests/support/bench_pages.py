@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fastamp.bench import (
-    all_jobs,
     apart,
     cores,
     environment,
@@ -25,13 +24,11 @@ from fastamp.bench import (
     measure,
     step,
     timer,
-    where,
 )
 from fastamp.bench.__main__ import main
-from fastamp.bench.arms import list_arms
 from fastamp.bench.gpt import Shape
 from fastamp.bench.race import Build, Plan, Race, Visit
-from fastamp.bench.trainer import Score
+from fastamp.bench.trainer import Score, list_arms
 
 TINY = Shape(layers=1, heads=2, width=32, block_size=16)
 COMMANDS = {
@@ -82,8 +79,12 @@ def make_results(*, speedups=(2.0,), added=1.0, gap=0.0, loss=1.0):
 
 
 DATA = {  # a whole pass in each of the race's rounds
-    "tensors": ("1,000 rows of 3", 256, lambda: TensorDataset(torch.rand(1000, 3))),
-    "slow": ("24 items", 8, lambda: loader.Slow(24)),
+    "tensors": (
+        "1,000 rows of 3",
+        256,
+        lambda: TensorDataset(torch.rand(1000, 3), torch.arange(1000)),
+    ),
+    "dicts": ("24 items", 8, lambda: [{"x": torch.full((2,), float(i))} for i in range(24)]),
 }
 
 
@@ -104,7 +105,7 @@ def write_all(folder, patch):
     patch.setattr(apart, "run_apart", lambda work, *args: work(*args))
     patch.setattr(cores, "_read", dict)
     patch.setattr(measure, "PLAN", Plan(build_s=0.01, builds=(3,)))
-    patch.setattr(where, "BLOCKS", 3)
+    patch.setattr(measure, "SHARES_BLOCKS", 3)
     patch.setattr(loader, "DATA", DATA)
     for command in (step, loader, timer, latency):
         patch.setattr(command, "PLAN", QUICK)
@@ -116,7 +117,7 @@ def write_all(folder, patch):
         made = make_results(speedups=speedups, added=1.04)
         patch.setattr(main_job, "race_task", lambda *_, m=made, **__: m)
         found[name] = write(name, ["--device", "cpu"], folder, patch)
-    patch.setattr(all_jobs, "race_task", lambda *_: make_results(speedups=[2.0] * 6, added=1.1))
+    patch.setattr(main_job, "race_task", lambda *_: make_results(speedups=[2.0] * 6, added=1.1))
     found["all"] = write("all", ["all", *JOBS, "--device", "cpu"], folder, patch)
     return found
 

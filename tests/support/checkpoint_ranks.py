@@ -166,12 +166,6 @@ def restore_version_1(folder):
     return torch.equal(model[0].weight.full_tensor(), 2 * weight)
 
 
-def make_wrongly_on_one(folder):
-    """Return the error of a Checkpointer whose loader is wrong on the second rank."""
-    loader = {"loader": [1]} if dist.get_rank() == 1 else {}
-    return error_of(lambda: fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1), **loader))
-
-
 def error_of(function, *args):
     """Return the kind and the text of the error that a function raises."""
     try:

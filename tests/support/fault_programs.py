@@ -69,13 +69,13 @@ def look_and_train(folder: Path) -> None:
     train(folder)
 
 
-def look_and_loop(folder: Path, in_thread: bool = False) -> None:  # noqa: FBT001, FBT002
+def look_and_loop(folder: Path) -> None:
     """Report which checkpoints are damaged, then train in a loop of one's own."""
     logging.disable()
     look(folder)
     Reporting().patch()
     begin = functools.partial(report, "begun")
-    found = Loop(folder, in_thread=in_thread).run(steps=12, every=2, at_step=begin)
+    found = Loop(folder).run(steps=12, every=2, at_step=begin)
     report("outcome", hashlib.sha256(pickle.dumps(found)).hexdigest())
 
 

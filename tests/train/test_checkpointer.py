@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import logging
 import random
 import signal
 import threading
@@ -19,7 +18,6 @@ from support.trainable import CrashError, Loop, crash, make_model, names, run
 
 import fastamp
 from fastamp import _files as files
-from fastamp.train import random_state
 
 
 def crash_at(step):
@@ -31,20 +29,16 @@ def expected():
     return Loop(None).run()
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_a_loop_that_crashed_again_and_again_comes_to_the_bit_to_the_same(
-    in_thread, expected, tmp_path
-):
+def test_a_loop_that_crashed_again_and_again_comes_to_the_bit_to_the_same(expected, tmp_path):
     """In an epoch of 12 steps, after its last one, and in the next one; what is drawn counts."""
     for step in (2, 6, 13, 14, 20):
         with pytest.raises(CrashError):
-            Loop(tmp_path, in_thread=in_thread).run(every=2, at_step=crash_at(step))
+            Loop(tmp_path).run(every=2, at_step=crash_at(step))
         assert names(tmp_path)[-1:] == [f"step-{(step - 1) // 2 * 2:08d}.pt"] * (step > 2)
         random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002 - of another program
-    assert Loop(tmp_path, in_thread=in_thread).run(every=2) == expected
+    assert Loop(tmp_path).run(every=2) == expected
     assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (16, 18, 20)]
     assert Loop(tmp_path).run(every=2) == expected  # it has ended, and stays
-    assert "fastamp-checkpoint" not in {thread.name for thread in threading.enumerate()}
 
 
 class InFloat32(torch.optim.Optimizer):
@@ -105,7 +99,7 @@ OTHERS = {
     "it has optimizer='AdamW', this run 'SGD'": {
         "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     },
-    r"parameter 0 of its optimizer is '0\.weight', of this run's None": {
+    r"it has optimizer\[0\]='0\.weight', this run None": {
         "optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     },
     r"it also has scaler: give them too, or restore\(only=\('model',\)\)": {"scaler": None},
@@ -178,7 +172,7 @@ def test_layers_that_have_changed_places_are_told_by_their_names(name, tmp_path)
 
     for names_, problem in [
         ("ab", None),
-        ("ba", "parameter 0 of its .* is 'a.weight', of this run"),
+        ("ba", r"it has \w+\[0\]='a.weight', this run 'b.weight'"),
     ]:
         model = Pair(*names_)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -246,34 +240,21 @@ def test_a_damaged_file_is_passed_over_with_one_warning_at_the_call(expected, tm
     with pytest.warns(UserWarning, match=r"(?s)09\.pt: is damaged.*06\.pt$") as warned:
         assert loop.checkpointer.restore() == 6
     assert (len(warned), warned[0].filename) == (1, __file__)
-    loop.checkpointer.close()
     with pytest.warns(UserWarning, match="09"):
         assert Loop(tmp_path).run() == expected
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_at_the_end_of_its_step(number, in_thread, expected, tmp_path):
+def test_a_signal_saves_at_the_end_of_its_step(number, expected, tmp_path):
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     kind = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
-    loop = Loop(tmp_path, in_thread=in_thread)
+    loop = Loop(tmp_path)
     with pytest.raises(kind) as raised:
         loop.run(every=50, at_step=lambda now: now == 8 and signal.raise_signal(number))
     assert raised.value.args == ((143,) if number == signal.SIGTERM else ())
     assert names(tmp_path) == ["step-00000008.pt"]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert Loop(tmp_path).run(every=50) == expected
-
-
-def test_a_signal_waits_for_the_thread(tmp_path):
-    with fastamp.Checkpointer(tmp_path, model=make_model(), in_thread=True) as checkpointer:
-        checkpointer.on_signal()
-        checkpointer.save(1, every=100)
-        assert names(tmp_path) == []
-        signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(SystemExit):
-            checkpointer.save(2, every=100)
-        assert names(tmp_path) == ["step-00000002.pt"]
 
 
 def test_the_best_one_is_kept_and_can_be_restored(tmp_path):
@@ -320,56 +301,17 @@ def test_the_metric_may_be_a_loss_with_its_graph(tmp_path):
     assert torch.load(tmp_path / "step-00000001.pt", weights_only=True)["best"]["step"] == 1
 
 
-def test_a_thread_writes_a_copy_of_the_moment_and_never_two_at_once(tmp_path, monkeypatch):
-    loop = Loop(tmp_path, in_thread=True)
-    inside, may_write, most, save = [], threading.Event(), [0], fastamp.Checkpointer._write
-
-    def slow(*args):
-        inside.append(threading.current_thread().name)
-        most[0] = max(most[0], len(inside))
-        assert may_write.wait(60)
-        save(*args)
-        inside.pop()
-
-    monkeypatch.setattr(fastamp.Checkpointer, "_write", slow)
-    loop.checkpointer.save(1)
-    before = loop.model[0].weight.clone()
-    with torch.no_grad():
-        loop.model[0].weight.zero_()
-    assert names(tmp_path) == []
-    with pytest.raises(ValueError, match="step: expected at least 1, the newest checkpoint's"):
-        loop.checkpointer.save(0)
-    threading.Timer(0.05, may_write.set).start()
-    loop.checkpointer.save(2)
-    loop.checkpointer.close()
-    assert (most, inside) == ([1], [])
-    kept = [torch.load(tmp_path / name, weights_only=True)["model"] for name in names(tmp_path)]
-    assert torch.equal(kept[0]["0.weight"], before)
-    assert not kept[1]["0.weight"].any()
-
-
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_what_could_not_be_written_is_an_error_and_the_loop_can_go_on(
-    in_thread, tmp_path, monkeypatch, caplog
-):
-    loop = Loop(tmp_path, in_thread=in_thread, best="max")
+def test_what_could_not_be_written_is_an_error_and_the_loop_can_go_on(tmp_path, monkeypatch):
+    loop = Loop(tmp_path, best="max")
     loop.checkpointer.save(1, metric=1)
-    loop.checkpointer.wait()
     create = files.os.fsync
     monkeypatch.setattr(files.os, "fsync", fail)
-    with pytest.raises(OSError, match=r"folder=.*: step-00000002\.pt cannot be written: No space"):
-        save_and_wait(loop.checkpointer, 2, metric=2)
+    with pytest.raises(OSError, match=r"step-00000002\.pt cannot be written: No space"):
+        loop.checkpointer.save(2, metric=2)
     assert names(tmp_path) == ["step-00000001.pt"]
     monkeypatch.setattr(files.os, "fsync", create)
     loop.checkpointer.save(2, metric=0)
-    loop.checkpointer.close()
     assert torch.load(tmp_path / "step-00000002.pt", weights_only=True)["best"]["step"] == 1
-    assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == in_thread
-
-
-def save_and_wait(checkpointer, step, metric):
-    checkpointer.save(step, metric=metric)
-    checkpointer.wait()
 
 
 def fail(_):
@@ -551,33 +493,6 @@ def test_a_generator_that_the_program_gives_numpy_is_kept(kind, tmp_path):
         checkpointer.restore()
 
 
-def test_every_devices_random_numbers_are_kept(monkeypatch):
-    """On a machine with two, played by generators of the CPU; one is gone when it is restored."""
-    generators = [torch.Generator().manual_seed(i) for i in range(2)]
-    devices = [torch.device("cuda", i) for i in range(2)]
-    monkeypatch.setattr(random_state, "_generator", lambda device: generators[device.index])
-    state = random_state.rng_state(devices)
-    drawn = [torch.rand(1, generator=g) for g in generators]
-    random_state.set_rng_state(state, devices[:1])
-    again = [torch.rand(1, generator=g) for g in generators]
-    assert torch.equal(again[0], drawn[0])
-    assert not torch.equal(again[1], drawn[1])
-
-
-def test_weights_alone_are_safetensors_of_tied_tensors_too(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    tied = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    tied[1].weight = tied[0].weight
-    path = tmp_path / "weights.safetensors"
-    fastamp.Checkpointer(tmp_path / "run", model=tied).save_weights(path)
-    assert names(tmp_path) == ["weights.safetensors"]
-    assert len(safetensors.load_file(path)) == 3
-    other = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    other[1].weight = other[0].weight
-    assert safetensors.load_model(other, path) == (set(), [])
-    assert all(map(torch.equal, other.parameters(), tied.parameters()))
-
-
 WRONG_STEPS = [(-1, None, "step: .*0, got -1"), ("x", None, "step: .*0, got 'x'")]
 WRONG_STEPS += [(1, 0, "every: .*1, got 0")]
 
@@ -585,14 +500,14 @@ WRONG_STEPS += [(1, 0, "every: .*1, got 0")]
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"model": 5}, TypeError, "model: expected a torch.nn.Module, got int"),
-        ({"optimizer": 5}, TypeError, "optimizer: expected a torch.optim.Optimizer or None, got"),
-        ({"loader": [1]}, TypeError, "load_state_dict; fastamp.DataLoader has both, got list"),
+        ({"model": 5}, TypeError, "model: expected an object with state_dict and"),
+        ({"optimizer": 5}, TypeError, "optimizer: expected an object with state_dict and"),
+        ({"loader": [1]}, TypeError, "load_state_dict, as fastamp.DataLoader, got list"),
         ({"rng": make_model()}, ValueError, "rng: expected another name"),
         ({"keep": 0}, ValueError, "keep: expected an integer of at least 1, got 0"),
         ({"best": "loss"}, ValueError, "best: expected None, 'min' or 'max', got 'loss'"),
         ({"best": []}, ValueError, "best: expected None, 'min' or 'max', got "),
-        ({"folder": None}, TypeError, "folder: expected a path, got NoneType"),
+        ({"folder": None}, TypeError, "NoneType"),
     ],
     ids=str,
 )
@@ -604,9 +519,6 @@ def test_wrong_arguments_are_refused_by_name(options, error, text, tmp_path):
     for step, every, problem in WRONG_STEPS:
         with pytest.raises(ValueError, match=problem):
             checkpointer.save(step, every=every)
-    best = fastamp.Checkpointer(tmp_path, model=make_model(), best="min")
-    with pytest.raises(TypeError, match="metric: expected a number, got 'low'"):
-        best.save(1, metric="low")
     assert names(tmp_path) == []
 
 

@@ -14,7 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
 from fastamp.train.batches import Batches
-from fastamp.train.ranks import Ranks
 
 pytestmark = MARKS
 
@@ -275,7 +274,7 @@ SAMPLES = {
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_samples_are_counted_in_lists_too(kind):
     data = fastamp.prefetch([SAMPLES[kind]], "cpu")
-    batches = Batches("train_data", data, TrainConfig(device="cpu"), Ranks(), shuffle=False)
+    batches = Batches("train_data", data, TrainConfig(device="cpu"), shuffle=False)
     assert [n for _, n in batches] == [2]
 
 

@@ -15,7 +15,7 @@ from fastamp.train import folder as folders
 def test_another_run_that_saves_in_the_folder_is_told_at_the_next_save(tmp_path):
     first, second = Loop(tmp_path).checkpointer, Loop(tmp_path).checkpointer
     first.save(1)
-    text = rf"folder={tmp_path}: step-00000002\.pt cannot be written: another run has saved step-"
+    text = rf"{tmp_path}: step-00000002\.pt cannot be written: another run has saved step-"
     with pytest.raises(FileExistsError, match=text + r"00000001\.pt in this folder since"):
         second.save(2)
     first.save(3)
@@ -37,18 +37,6 @@ def test_two_runs_that_begin_at_once_lose_nothing(tmp_path, monkeypatch):
         first.save(1)
     assert names(folder) == ["step-00000002.pt"]
     assert Loop(folder).checkpointer.restore() == 2
-
-
-def test_a_half_written_file_that_another_run_has_removed_is_told(tmp_path, monkeypatch):
-    loop, publish = Loop(tmp_path), folders.Folder.publish
-
-    def publish_nothing(folder, part, *args):
-        part.unlink()
-        publish(folder, part, *args)
-
-    monkeypatch.setattr(folders.Folder, "publish", publish_nothing)
-    with pytest.raises(FileExistsError, match="another run has begun in this folder"):
-        loop.checkpointer.save(1)
 
 
 def test_all_that_is_there_when_a_run_begins_is_its_own(tmp_path):
@@ -111,5 +99,5 @@ def test_a_tilde_is_the_home_folder(kind, tmp_path, monkeypatch):
     assert names(tmp_path / "runs" / "a") == ["step-00000003.pt"]
     assert fastamp.Checkpointer(kind("~/runs/b"), model=torch.nn.Linear(1, 1)).save(1) is None
     assert names(tmp_path / "runs" / "b") == ["step-00000001.pt"]
-    with pytest.raises(ValueError, match=re.escape(f"checkpoint_dir={tmp_path}/runs/a has the ch")):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/runs/a has the ch")):
         run(kind("~/runs/a"), max_steps=3, resume=False)

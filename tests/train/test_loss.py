@@ -101,6 +101,5 @@ def test_parameters_that_no_checkpoint_would_hold_are_refused(tmp_path):
         return torch.optim.SGD([*parameters, *loss.parameters()], 0.1)
 
     fields = {"optimizer": optimizer, "loss_fn": partial(call, loss), "max_steps": 2}
-    with pytest.raises(ValueError, match="optimizer: has parameters of neither the model nor loss"):
+    with pytest.raises(ValueError, match="optimizer: expected parameters of the model or"):
         run(tmp_path, **fields)
-    run(**fields)

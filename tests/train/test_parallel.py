@@ -185,14 +185,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(four, mode):
 
 
 @MODES
-def test_sinks_are_called_on_the_first_rank_and_times_are_of_all(four, mode):
+def test_sinks_are_called_on_the_first_rank(four, mode):
     first, second = four.run(2, train_with_sinks, mode)
     steps = [step for name, step, _ in first["got"] if name == "train/loss"]
     assert (steps, second["got"]) == (list(range(1, 11)), [])
-    assert {"data", "forward", "backward", "step", "evaluate"} == set(first["over_ranks"])
-    assert first["over_ranks"] == second["over_ranks"]
-    assert {s["min_rank"] for s in first["over_ranks"].values()} <= {0, 1}
-    assert "s on rank" in first["text"]
 
 
 def test_every_rank_draws_for_itself_and_gradients_are_exchanged_once_a_step(four):
@@ -259,7 +255,7 @@ def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves_on_all(mode, la
         assert len(said) == (rank == 0), said  # the first one says where the run resumes
         assert rank or "resumed at step" in said[0]
     last = int(names(folder)[-1][5:13])
-    assert last % 4 == 0 or last % 3 == 0  # log_every, or the next checkpoint
+    assert last % 10 == 0 or last % 3 == 0  # ranks exchange signals, or the next checkpoint
 
 
 @needs_fsdp2

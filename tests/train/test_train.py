@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,13 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
-from fastamp.bench.gpt import GPT, Shape
-from fastamp.bench.text import load_corpus
-from fastamp.train import random_state
+from fastamp.bench.gpt import GPT, Shape, read_library
 from fastamp.train.batches import Batches
 from fastamp.train.loop import check_best
-from fastamp.train.ranks import Ranks
-from fastamp.train.result import compare_ranks
 
 # Each choice with and without validation data, but not all pairs.
 CHOICES = pytest.mark.parametrize(
@@ -45,7 +42,7 @@ def last(curve):
 
 def test_a_small_gpt_learns_the_interpreters_sources():
     """In nats for a byte: 5.5 is knowing nothing, 3.3 knowing how frequent each byte is."""
-    corpus = load_corpus(None, block_size=32)
+    corpus = read_library()
     torch.manual_seed(0)
     model = GPT(Shape(layers=1, heads=2, width=64, block_size=32))
     data = fastamp.TokenDataset(corpus.train[:40_000], 32)
@@ -365,12 +362,6 @@ def test_evaluations_come_when_they_are_due():
         assert result.val_loss.values[-1] == pytest.approx(expected, rel=1e-6)  # of batches of 8
 
 
-def test_ranks_are_compared_by_the_mean_of_each_region():
-    everyone = [{"step": 0.001}, {"step": 0.003, "only": 0.005}]
-    expected = {"step": (0.001, 0, 0.003, 1), "only": (0.005, 1, 0.005, 1)}
-    assert compare_ranks(everyone) == expected
-
-
 def test_the_result_is_bounded_and_pickles():
     data = (torch.randn(4200, 1), torch.randn(4200, 1))
     config = TrainConfig(batch_size=1, log_every=1000, epochs=1)
@@ -444,13 +435,20 @@ def test_numpys_numbers_are_pythons():
         TrainConfig(epochs=np.bool_(1))
 
 
+class Sharded(torch.nn.Module):
+    """Has a parameter that looks like a DTensor."""
+
+    def parameters(self):
+        return [SimpleNamespace(to_local=None, placements=None)]
+
+
 def test_the_best_of_no_evaluation_is_refused():
     with pytest.raises(ValueError, match="keep_best: expected val_data, whose loss says"):
         fine_tune(make_model(), make_data(), config=TrainConfig(keep_best=True))
     with pytest.raises(
         ValueError, match="checkpoint_dir: expected a folder, which keep_best needs"
     ):
-        check_best(TrainConfig(keep_best=True), has_val_data=True, has_shards=True)
+        check_best(TrainConfig(keep_best=True), Sharded(), has_val_data=True)
 
 
 def test_a_subclass_of_tuple_is_a_tuple_of_columns():
@@ -459,9 +457,6 @@ def test_a_subclass_of_tuple_is_a_tuple_of_columns():
 
     config = TrainConfig(max_steps=2, batch_size=4, device="cpu")
     assert fine_tune(make_model(), Pair(make_data(8)), config=config).steps == 2
-
-
-_INPUTS = "batch: expected a target and inputs that the model takes, got 39 inputs; .* train_data"
 
 
 @pytest.mark.parametrize(
@@ -477,7 +472,6 @@ _INPUTS = "batch: expected a target and inputs that the model takes, got 39 inpu
         ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
         ((torch.ones(40, 8).tolist(), [0] * 40), {}, TypeError, r"train_data\[0\].* got float"),
         ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"train_data\['y'\].* got int"),
-        ([[*torch.ones(40)], [*torch.ones(40)]], {}, TypeError, _INPUTS),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message):
@@ -497,7 +491,7 @@ def test_an_optimizer_of_other_parameters_is_refused(name):
     model = make_model()
     other = copy.deepcopy(model) if name == "a copy" else torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), 0.1)
-    with pytest.raises(ValueError, match="optimizer: expected one of the model's parameters, got"):
+    with pytest.raises(ValueError, match="optimizer: expected parameters of the model or"):
         run(model=model, optimizer=lambda _: optimizer)
     some = torch.optim.SGD(model[2].parameters(), 0.1)
     before = [p.detach().clone() for p in model.parameters()]
@@ -511,7 +505,7 @@ def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
         batch = torch.empty(4, 2, device="cuda:0").fill_(1.0)
         config = TrainConfig(device="cpu")
         loader = DataLoader([batch], batch_size=None)
-        ((moved, n),) = Batches("train_data", loader, config, Ranks(), shuffle=False)
+        ((moved, n),) = Batches("train_data", loader, config, shuffle=False)
         assert (moved.sum().item(), n) == (8.0, 4)
     assert model.found == []
 
@@ -540,8 +534,7 @@ class Metal(TorchFunctionMode):
         return result if is_far else result.as_subclass(torch.Tensor)
 
 
-def test_a_device_without_float64_and_without_a_clock_trains_and_evaluates(monkeypatch):
-    generator = torch.Generator()
+def test_a_device_without_float64_and_without_a_clock_trains_and_evaluates():
     data, held_out = in_one_batch(*make_data()), in_one_batch(*make_data(20))
     expected = fine_tune(make_model(), data, held_out, TrainConfig(device="cpu"))
 
@@ -549,8 +542,6 @@ def test_a_device_without_float64_and_without_a_clock_trains_and_evaluates(monke
         def loss(self, output, target):
             return super().loss(output, target).as_subclass(OnMetal)
 
-    monkeypatch.setattr(TrainConfig, "_has_device", lambda _: True)
-    monkeypatch.setattr(random_state, "_generator", lambda _: generator)
     with Metal():
         config = TrainConfig(device=MPS, model_call=Far())
         result = fine_tune(make_model(), data, held_out, config)

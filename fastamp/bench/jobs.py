@@ -1,5 +1,6 @@
-"""Jobs of small networks on rows of numbers: `mlp` and `rl`."""
+"""The built-in tasks: one function each, with the contract of users' tasks."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from fastamp.bench.gpt import MAX_NORM, make_gpt, make_small_gpt
+
 ROWS, HELD_OUT = 60_000, 2000
 STATES = 20_000  # of the agent's memory
 NOISE = 3.0  # beside patterns from 0 to 1
-MAX_NORM = 1.0
 
 
 def measure_accuracy(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[float]:
@@ -23,25 +25,17 @@ def measure_accuracy(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[
     return torch.stack(shares).tolist()
 
 
-def find_options(inputs: Tensor, targets: Tensor, batch_size: int) -> dict[str, Any]:
-    """Return the options of a classifier that is evaluated on these samples."""
-    evaluate = partial(measure_accuracy, inputs=inputs, targets=targets)
-    return {"evaluate": evaluate, "batch_size": batch_size, "max_norm": MAX_NORM}
-
-
-def _make_layers(*widths: int) -> nn.Sequential:
-    layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-
 def make_mlp(_device: str, seed: int) -> tuple[Any, ...]:
     """60,000 images of 28x28, patterns of ten classes in noise; 784-256-10, batches of 256."""
     rng = torch.Generator().manual_seed(seed)
     patterns = torch.rand(10, 784, generator=rng)
     labels = torch.randint(10, (ROWS + HELD_OUT,), generator=rng)
     images = torch.randn(len(labels), 784, generator=rng).mul_(NOISE).add_(patterns[labels])
-    data, held_out = TensorDataset(images[:ROWS], labels[:ROWS]), (images[ROWS:], labels[ROWS:])
-    return _make_layers(784, 256, 10), data, functional.cross_entropy, find_options(*held_out, 256)
+    evaluate = partial(measure_accuracy, inputs=images[ROWS:], targets=labels[ROWS:])
+    options = {"evaluate": evaluate, "batch_size": 256, "max_norm": MAX_NORM}
+    model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+    data = TensorDataset(images[:ROWS], labels[:ROWS])
+    return model, data, functional.cross_entropy, options
 
 
 class _Values(nn.Module):
@@ -49,7 +43,9 @@ class _Values(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = _make_layers(4, 64, 64, 2)
+        pairs = pairwise((4, 64, 64, 2))
+        layers = [part for pair in pairs for part in (nn.Linear(*pair), nn.ReLU())]
+        self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, state: Tensor, action: Tensor) -> Tensor:
         values: Tensor = self.layers(state).gather(1, action)
@@ -64,3 +60,17 @@ def make_rl(_device: str, seed: int) -> tuple[Any, ...]:
     good = (states @ torch.randn(4, 2, generator=rng)).gather(1, actions)
     data = TensorDataset(states, actions, good.sigmoid())
     return _Values(), data, functional.smooth_l1_loss, {"batch_size": 64, "max_norm": MAX_NORM}
+
+
+MAIN = "gpt"
+JOBS: dict[str, Callable[[str, int], Any]] = {
+    MAIN: make_gpt,
+    "small-gpt": make_small_gpt,
+    "mlp": make_mlp,
+    "rl": make_rl,
+}
+
+
+def describe(name: str) -> str:
+    """Return what a built-in task trains, in a line."""
+    return " ".join(str(JOBS[name].__doc__).split())
