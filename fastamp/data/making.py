@@ -41,7 +41,7 @@ from fastamp.data.runners import (
     make_in_worker,
     own_copy,
 )
-from fastamp.data.sample_rng import Order, draw_seed, drawing, find_pass_key, generators_kept
+from fastamp.data.sample_rng import Batch, Order, draw_seed, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -288,7 +288,7 @@ class Making:
         dataset: Any = loader.dataset
         if position.dataset_state is not None:
             dataset.load_state_dict(position.dataset_state)
-        with drawing(order, 0):
+        with Batch(order, 0):
             begun = iter(self._torchs(dataset, same, None))
         if position.dataset_state is not None and begun._dataset_fetcher.dataset_iter is dataset:
             dataset.load_state_dict(position.dataset_state)  # its `__iter__` may have begun anew
