@@ -273,12 +273,9 @@ class Making:
         collate_fn = (
             hand_on if isinstance(dataset, WorkerItems) else self._items(dataset).collate_fn
         )
-        inner: Any = TorchDataLoader(
+        return TorchDataLoader(
             dataset, collate_fn=collate_fn, worker_init_fn=worker_init_fn, **options
         )
-        if isinstance(dataset, IterableDataset):  # of which torch may warn
-            inner._IterableDataset_len_called = loader._IterableDataset_len_called
-        return inner
 
     def _read_stream(self) -> Iterator[Made | Failed]:
         """Read an iterable dataset from its state on, or again up to the position."""
