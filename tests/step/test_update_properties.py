@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from support.drawn import EXAMPLES, hypothesis
-from support.python_update import PythonScaler, rule_of
+from support.python_update import PythonScaler
 from support.updates import everything
 
 import fastamp
