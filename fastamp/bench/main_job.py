@@ -12,7 +12,7 @@ from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.jobs import JOBS, MAIN, describe
 from fastamp.bench.measure import MEMORY_KINDS, Results, last_loss, peak_memory, race_task
 from fastamp.bench.options import DEFAULT, number, refuse
-from fastamp.bench.race import UNTOLD, Interval, find_noise
+from fastamp.bench.race import Interval
 from fastamp.bench.record import WIDTH, Measurement, Report, Task
 from fastamp.bench.targets import TARGETS, Peaks
 from fastamp.bench.tasks import CONTRACT, EXAMPLE, find_make, with_absolute_path
@@ -181,8 +181,7 @@ def _run_all(args: argparse.Namespace, tasks: dict[str, str]) -> Report:
         gains += targets.measure_gains(each, f"{name}/")
         # In the precision that is fastest there.
         [gain] = [g for g in gains if g.name == f"{name}/fastamp/{targets.find_fastest(each)}"]
-        verdict = UNTOLD if find_noise({name: each.race}) else gain.verdict
-        said.append(f"{name} {each.race.ratio(gain.arm, gain.base).value:.2f}x ({verdict})")
+        said.append(f"{name} {each.race.ratio(gain.arm, gain.base).value:.2f}x ({gain.verdict})")
     failed = [f"{name}: {why}" for name, each in found.items() for why in each.failures]
     sentence = f"Times as fast as torch in the same precision: {', '.join(said)}."
     return Report(

@@ -125,12 +125,11 @@ def _train(
     losses = {n: torch.stack(each.losses).tolist() for n, each in trainers.items()}
     is_first = number == 1
     first = trainers[arms[0].name]
-    sizes = [*first.sizes]
     return Results(
         arms=[arm for arm in arms if arm.name in trainers],
         race=Race(arms=build.arms, builds=[build]),
         parameters=sum(parameter.numel() for parameter in first.model.parameters()),
-        batch_sizes=sizes,
+        batch_sizes=[*first.sizes],
         losses=losses,
         scores={name: each.evaluate() if is_first else [] for name, each in trainers.items()},
         shares={n: find_shares(each, device) for n, each in trainers.items()} if is_first else {},
@@ -153,11 +152,14 @@ def _begin(
     trainers: dict[str, Trainer] = {}
     left_out: dict[str, str] = {}
     for arm in arms:
+        if arm.is_ours and arm.base in left_out:
+            left_out[arm.name] = left_out[arm.base]
+            continue
         try:
             trainer = Trainer(arm, device, seed, batch_size)
             trainer.prepare()
             trainer.visit()
-        except BrokenTask as error:  # noqa: PERF203 - an arm takes seconds
+        except BrokenTask as error:
             if error.line.startswith(OUT_OF_MEMORY) and trainers:
                 line = f"memory: {arm.name} does not fit into memory beside {', '.join(trainers)}, "
                 line += "which do; race fewer, as with --precision fp32, or smaller batches"

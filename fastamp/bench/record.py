@@ -111,6 +111,7 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **run,
+        **vars(report),
         "noise": noise,
         "table": [{column: row.get(column, "") for column in columns} for row in report.table],
         "notes": report.notes + _describe_builds(report.races),
@@ -118,10 +119,7 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
             {**asdict(each), "verdict": each.verdict, "text": each.text()}
             for each in report.measurements
         ],
-        "failures": report.failures,
         "sentence": "" if noise else report.sentence,
-        "details": report.details,
-        "losses": report.losses,
         "races": {name: _describe(race) for name, race in report.races.items()},
     }
     plain: dict[str, Any] = tree_map(_finite, record)
