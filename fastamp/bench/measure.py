@@ -42,10 +42,6 @@ OUT_OF_MEMORY = "batch_size: a step does not fit into memory"
 SHARES_BLOCKS = 6  # visits of every arm
 REGIONS = ("data", "forward", "backward", "step")
 MEMORY_STEPS = 2  # the first step makes the optimizer's state, the second runs beside it
-MEMORY_KINDS = {
-    "cpu": "peak of the resident set over two steps",
-    "cuda": "peak of what torch allocates over two steps",
-}
 TINY = Shape(layers=1, heads=1, width=16, block_size=16)
 
 
@@ -63,7 +59,6 @@ class Results:
     workers: int = 0  # of the loaders
     visit_steps: int = 1
     left_out: dict[str, str] = field(default_factory=dict)  # why an arm is, in words
-    failures: list[str] = field(default_factory=list)  # trainings whose loss became NaN, in words
 
 
 def race_task(
@@ -85,8 +80,7 @@ def race_task(
 
     with progress(PLAN.builds[-1]) as tick:
         race = collect(build, [""], PLAN, is_apart=True, tick=tick)[""]
-    failures = next((each.failures for each in found if each.failures), [])
-    return replace(found[0], race=race, failures=failures)
+    return replace(found[0], race=race)
 
 
 def _train(
@@ -136,7 +130,6 @@ def _train(
         workers=workers,
         visit_steps=steps,
         left_out=left_out,
-        failures=[why for name, curve in losses.items() for why in find_failure(name, curve)],
     )
 
 
@@ -189,11 +182,14 @@ def _per_step(round_: dict[str, Visit], steps: int) -> dict[str, Visit]:
     return {name: each._replace(elapsed_s=each.elapsed_s / steps) for name, each in round_.items()}
 
 
-def find_failure(name: str, losses: list[float]) -> list[str]:
-    """Return that a training has failed, in words, if its last loss is NaN or infinite."""
-    last = losses[-1]
-    said = f"the training of {name} has failed: its loss is {last} in step {len(losses)}"
-    return [] if math.isfinite(last) else [said]
+def find_failures(found: Results) -> list[str]:
+    """Return the trainings of the first build whose last loss is NaN or infinite, in words."""
+    last = {name: (curve[-1], len(curve)) for name, curve in found.losses.items()}
+    return [
+        f"the training of {name} has failed: its loss is {loss} in step {count}"
+        for name, (loss, count) in last.items()
+        if not math.isfinite(loss)
+    ]
 
 
 def last_loss(found: Results, arm: str) -> float:

@@ -131,12 +131,11 @@ def _describe_builds(races: Mapping[str, Race]) -> list[str]:
     if not races:
         return []
     counts = sorted({len(race.builds) for race in races.values()})
-    is_apart = all(race.is_apart for race in races.values())
-    where = "in processes of their own" if is_apart else "of new objects in one process"
     several = f" to {counts[-1]} builds of a race" if counts[1:] else " builds"
     known = [share for race in races.values() if (share := race.waiting()) is not None]
     waited = f"at most {max(known):.1%} of the time" if known else "not counted here"
-    return [f"{counts[0]}{several} {where}; threads waited for a core: {waited}"]
+    where = "in processes of their own; threads waited for a core"
+    return [f"{counts[0]}{several} {where}: {waited}"]
 
 
 def _finite(value: object) -> object:
