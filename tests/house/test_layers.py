@@ -31,8 +31,6 @@ INCLUDES = {
         for name in (
             "cuda.cu",
             "update.cu",
-            "lean.cu",
-            "launcher.cuh",
             "convert.cuh",
             "device.h",
             "strips.cuh",
