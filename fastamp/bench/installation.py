@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fastamp._ops.choose import why_fallback
-from fastamp._ops.reinstall import pip_install
+from fastamp._ops.choose import PIP_INSTALL, why_fallback
 from fastamp.bench.environment import count_cores, no_speed_reason
 
 EXTRA = "simplejpeg"  # whose absence is no error but slower
@@ -39,7 +38,7 @@ def examine() -> list[str]:
         lack = why_fallback(device)
         if lack is not None:
             text = f"{device} is served by pure Python, which is slower"
-            found.append(_finding(text, lack.text, lack.mend))
+            found.append(_finding(text, lack))
     found += _about_torch()
     for kind in dict.fromkeys(device.type for device in devices() if device.type != "mps"):
         reason = no_speed_reason(kind, "bf16")
@@ -51,7 +50,7 @@ def examine() -> list[str]:
         why = f"torch computes on {torch.get_num_threads()} threads, and {cores} cores may be used"
         found.append(_finding("threads", why, f"export OMP_NUM_THREADS={cores}"))
     if importlib.util.find_spec(EXTRA) is None:
-        mend = f"{pip_install()} {EXTRA}"
+        mend = f"{PIP_INSTALL} {EXTRA}"
         found.append(_finding("not installed", f"{EXTRA}, if you need it", mend))
     return found
 

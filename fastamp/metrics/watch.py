@@ -48,7 +48,7 @@ class ScalerWatch:
     def stepped(self) -> None:
         """Log the scaler's last step: in one tensor, since each costs a copy on its device."""
         report = self._scaler.last_step
-        values = report._stats  # of the core: the norm, found_inf, three more, at last the scale
+        values = report.values  # of the core: the norm, found_inf, three more, at last the scale
         if not isinstance(values, Tensor):
             parts = report.norm, report.found_inf, report.scale
             values = torch.stack([part.to(report.norm.device) for part in parts])

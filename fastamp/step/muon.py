@@ -6,16 +6,13 @@ torch steps: matrices sharded by columns, and options that torch's Muon does not
 
 import math
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops import NO_GRADIENT, NO_STATE, Why
-from fastamp.step.shards import is_spread
 
 RULE = "Muon"
 MODULE = "torch.optim._muon"
@@ -89,20 +86,17 @@ class MuonBackend:
             return Why("torch", "a matrix's dtype, layout or device, or tensors share their memory")
         if any(matrix.buffer is None for some in stacks.values() for matrix in some):
             return NO_STATE
-        return self._cut(groups, stacks) or NO_GRADIENT
-
-    def _cut(self, groups: list[dict[str, Any]], of_shapes: dict[Any, list[Matrix]]) -> list[Stack]:
-        """Cut matrices of one shape into stacks of at most so many bytes, or of one matrix."""
-        stacks, counts = [], dict[Any, int]()
-        for (place, ranks, shape), matrices in of_shapes.items():
-            most = CPU_STACK if self.device.type == "cpu" else STACK
+        # Stacks of at most so many bytes, or of one matrix.
+        cut, counts = list[Stack](), dict[Any, int]()
+        most = CPU_STACK if self.device.type == "cpu" else STACK
+        for (place, ranks, shape), matrices in stacks.items():
             size = 1 if ranks is None else ranks.size()
             count = max(1, most * size // (2 * math.prod(shape)))
             for i in range(0, len(matrices), count):
-                some = matrices[i : i + count]
-                stacks.append(Stack(groups[place], ranks, counts.get(ranks, 0), some))
-                counts[ranks] = stacks[-1].first + len(some)
-        return stacks
+                some, first = matrices[i : i + count], counts.get(ranks, 0)
+                cut.append(Stack(groups[place], ranks, first, some))
+                counts[ranks] = first + len(some)
+        return cut or NO_GRADIENT
 
     @torch.no_grad()
     def apply(
@@ -144,32 +138,34 @@ class MuonBackend:
         self, rule: str, group: dict[str, Any], states: Any, grads: list[Tensor], how: Any
     ) -> None:
         update = _ops.core().Update(rule)
-        found = self._core.read(update, [group], states, grads)
-        if isinstance(found, tuple):
-            msg = f"Muon: {found[1]}"
+        step = self._core.read(update, [group], states, grads)
+        if isinstance(step, tuple):
+            msg = f"Muon: {step[1]}"
             raise RuntimeError(msg)  # noqa: TRY004 - a reason, not a type
-        self._core.apply(update, found, *how)
+        self._core.apply(update, step, *how)
 
 
-def _refusal(group: dict[str, Any], matrix: Matrix) -> str:  # noqa: PLR0911 - one row a reason
+def _refusal(group: dict[str, Any], matrix: Matrix) -> str:
     """Say why a matrix is left to torch's step, which may raise its own error; "" if it is not."""
     whole, param, grad, buffer = matrix
     spread = [place for place in getattr(whole, "placements", ()) if not place.is_replicate()]
     if len(spread) > 1 or any(hasattr(p, "split_factor") or not p.is_shard(0) for p in spread):
         return "a matrix is sharded by more than its rows"
-    if whole.dim() != 2 or whole.numel() == 0:
-        return "a parameter is no matrix"
-    if grad.layout is not torch.strided or grad.shape != param.shape:
-        return "a gradient's shape or layout"
-    if not (param.is_contiguous() and grad.is_contiguous()) or grad.is_neg():
-        return "a matrix or gradient is not contiguous"
-    if group["adjust_lr_fn"] not in {None, "original", "match_rms_adamw"}:
-        return f"adjust_lr_fn={group['adjust_lr_fn']!r}"
-    if len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:
-        return "ns_coefficients or ns_steps"
-    fits = buffer is None or (buffer.shape == grad.shape and buffer.dtype == grad.dtype)
-    fits = fits and (buffer is None or buffer.is_contiguous())
-    return "" if fits else "a momentum that is not like the gradient"
+    tensors = [param, grad] + ([] if buffer is None else [buffer])
+    if (
+        whole.dim() != 2
+        or whole.numel() == 0
+        or any(t.layout is not torch.strided for t in tensors)
+    ):
+        return "a parameter or gradient is no dense matrix"
+    if any(t.shape != param.shape or not t.is_contiguous() or t.is_neg() for t in tensors):
+        return "a matrix, gradient or momentum is not contiguous, or of another shape"
+    if buffer is not None and buffer.dtype != grad.dtype:
+        return "a momentum of another dtype than the gradient"
+    is_known = group["adjust_lr_fn"] in {None, "original", "match_rms_adamw"}
+    if not is_known or len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:
+        return "adjust_lr_fn, ns_coefficients or ns_steps"
+    return ""
 
 
 def _ranks_of(whole: Any) -> Any:
@@ -201,13 +197,13 @@ def orthogonalize_(
     a, b, c = coefficients
     wide = stack.mT if stack.size(1) > stack.size(2) else stack
     norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    found = wide.div_(norms.clamp(min=eps))
+    result = wide.div_(norms.clamp(min=eps))
     for _ in range(steps):
-        gram = torch.bmm(found, found.mT)
+        gram = torch.bmm(result, result.mT)
         # torch's baddbmm ignores `beta` where alpha is 0, as in the cubic polynomial.
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
-        found = torch.baddbmm(found, gram, found, beta=a)
-    wide.copy_(found)
+        result = torch.baddbmm(result, gram, result, beta=a)
+    wide.copy_(result)
 
 
 def _orthogonalize_shared_(
@@ -246,31 +242,3 @@ def _exchange(to: Tensor, received: list[int], values: Tensor, sent: list[int], 
     sizes = [2 * size for size in received], [2 * size for size in sent]
     to, values = to.view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)  # gloo: no bf16
     dist.all_to_all_single(to, values, sizes[0], sizes[1], group=ranks)
-
-
-_compared: "WeakSet[Optimizer]" = WeakSet()
-
-
-@torch.no_grad()
-def compare_ranks(optimizer: Optimizer, why: Why | None) -> None:
-    """Raise an error on all ranks unless they make Muon's first step of their DTensors alike.
-
-    Later a rank that lacks a gradient is waited for, as with torch.
-    """
-    params = [p for group in optimizer.param_groups for p in group["params"] if is_spread(p)]
-    if optimizer in _compared or not isinstance(optimizer, getattr(torch.optim, "Muon", ())):
-        return
-    _compared.add(optimizer)
-    agree = True
-    for mesh in dict.fromkeys(p.device_mesh for p in params):
-        has = [p.grad is not None for p in params if p.device_mesh == mesh]
-        here: list[Any] = [(why is None, has)]
-        for ranks in mesh.get_all_groups():
-            found: list[Any] = [None] * ranks.size()
-            dist.all_gather_object(found, here, ranks)
-            here = [one for some in found for one in some]
-        agree = agree and all(one == here[0] for one in here)
-    if not agree:
-        msg = "Muon's sharded matrices need the same step hooks, and gradients of the same "
-        msg += "matrices, on all ranks" + ("" if why is None else f"; here torch steps: {why.text}")
-        raise RuntimeError(msg)

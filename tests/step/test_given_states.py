@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import pytest
 import torch
 from support.gradients import parameters_with
-from torch.overrides import TorchFunctionMode
 
 import fastamp
 
@@ -23,26 +21,7 @@ def step_count(optimizer, parameter):
     return optimizer.state[parameter]["step"]
 
 
-def scaler_on(device, **options):
-    scaler = fastamp.GradScaler(device, init_scale=4.0, **options)
-    scaler.scale(torch.ones((), device=device))
-    return scaler
-
-
 # --- where and how the count of steps is made ---
-
-
-@pytest.mark.parametrize("cls", ADAMS)
-@pytest.mark.parametrize("enabled", [False, True])
-def test_a_count_is_made_on_the_cpu_whatever_the_default_device_is(cls, enabled, compiled, device):
-    parameters = ones(3, 5, device=device)
-    optimizer, scaler = cls(parameters, lr=1.0, eps=0), scaler_on(device, enabled=enabled)
-    with torch.device("meta"):
-        scaler.step(optimizer, max_norm=1.0)
-    assert scaler.last_step.norm.device.type == device
-    for parameter in parameters:
-        assert step_count(optimizer, parameter).item() == 1
-        torch.testing.assert_close(parameter.detach().cpu(), torch.full_like(parameter, -1.0).cpu())
 
 
 @pytest.mark.parametrize("fused", [True, None])
@@ -61,32 +40,6 @@ def test_a_count_has_torchs_dtype_where_the_default_is_float64(cls, fused, compi
     assert report.way == way
 
 
-class HostElsewhere(TorchFunctionMode):
-    """Makes zeros without a device on "meta", which plays the host of parameters on a CPU."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.zeros and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
-def test_a_capturable_group_beside_another_has_its_count_on_its_parameters_device(
-    backend, device, monkeypatch
-):
-    """torch refuses capturable=True on a CPU; here it is told not to."""
-    adam = importlib.import_module("torch.optim.adam")
-    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu", "cuda"])
-    parameters = ones(3, 5, device=device)
-    groups = [{"params": [p], "capturable": i > 0} for i, p in enumerate(parameters)]
-    optimizer = torch.optim.AdamW(groups)
-    with HostElsewhere():
-        fastamp.optimizer_step(optimizer, max_norm=1.0)
-    assert step_count(optimizer, parameters[1]).device == parameters[1].device
-    optimizer.step()  # torch's own takes the state
-    assert [step_count(optimizer, p).item() for p in parameters] == [2, 2]
-
-
 # --- what the count of steps says ---
 
 
@@ -101,25 +54,6 @@ def test_a_count_that_is_read_from_the_state_leaves_out_skipped_steps(cls, apart
     for parameter in parameters:
         assert step_count(optimizer, parameter).item() == 3
         assert step_count(optimizer, parameter).device.type == device
-
-
-@pytest.mark.parametrize("fused", [True, None])
-@pytest.mark.parametrize("cls", ADAMS)
-def test_parameters_that_share_a_count_step_as_in_torch(cls, fused, backend, device):
-    results = []
-    for ours in (True, False):
-        parameters = ones(3, 5, 4, device=device)
-        optimizer = cls(parameters, lr=1.0, fused=fused)
-        optimizer.step()
-        shared = step_count(optimizer, parameters[0])
-        for parameter in parameters:  # as some people's loaders make it
-            optimizer.state[parameter]["step"] = shared
-            parameter.grad = torch.arange(float(parameter.numel()), device=device)
-        for _ in range(3):
-            fastamp.optimizer_step(optimizer, max_norm=1e9) if ours else optimizer.step()
-        counts = [step_count(optimizer, p) for p in parameters]
-        results.append([*counts, *(p.detach() for p in parameters)])
-    torch.testing.assert_close(*results, check_device=False)  # of torch's counts
 
 
 # --- the parameters of a group ---

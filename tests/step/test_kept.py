@@ -3,14 +3,12 @@
 import copy
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support.updates import RULES, give, make
 
 import fastamp
-from fastamp import _ops
 
 SIZES = [(3,), (70, 5), (1025,)]
 FAR = 1e9
@@ -47,45 +45,6 @@ def stepped(count=2):
 def assert_dead(references):
     gc.collect()
     assert [reference for reference in references if reference() is not None] == []
-
-
-@as_by_torch
-def test_two_optimizers_may_take_turns_over_the_same_parameters(step):
-    parameters, one = make("adamw", sizes=SIZES)
-    other = torch.optim.SGD(parameters[::-1], lr=0.1, momentum=0.9)
-    third = torch.optim.Adagrad(parameters[1:], lr=0.1)
-    for i in range(9):
-        give(parameters, seed=i)
-        step((one, other, third)[i * i % 3])
-    return parameters
-
-
-@as_by_torch
-def test_optimizers_that_step_together_may_step_alone(step):
-    parameters, one = make("adamw", sizes=SIZES)
-    others, _ = make("sgd", sizes=[(5,), (700,)])
-    other = torch.optim.SGD(others, lr=0.1, momentum=0.9)
-    for i in range(6):
-        give([*parameters, *others], seed=i)
-        if i % 2 and step is native_step:
-            native_step([one, other])
-        else:
-            step(one)
-            step(other)
-    return [*parameters, *others]
-
-
-@as_by_torch
-def test_an_optimizer_may_be_stepped_from_threads_in_turn(step):
-    parameters, optimizer = make("adamw", sizes=SIZES)
-    for i in range(6):
-        give(parameters, seed=i)
-        if i % 3:
-            with ThreadPoolExecutor(1) as pool:  # another thread each time
-                pool.submit(step, optimizer).result()
-        else:
-            step(optimizer)
-    return parameters
 
 
 @as_by_torch
@@ -164,52 +123,3 @@ def test_memory_can_be_resized_after_a_step(compiled, device):
         for tensor in (p, state["exp_avg"], state["exp_avg_sq"]):
             tensor.untyped_storage().resize_(0)
             assert tensor.untyped_storage().nbytes() == 0
-
-
-@pytest.mark.parametrize("wrong", ["lr", "grad"])
-def test_a_step_that_fails_leaves_the_next_one_right(wrong, compiled, device):
-    def train(step):
-        parameters, optimizer = make("adamw", sizes=SIZES)
-        group = optimizer.param_groups[1]
-        for i in range(5):
-            give(parameters, seed=i)
-            if i == 2:
-                if wrong == "lr":
-                    group["lr"] = "fast"
-                else:
-                    parameters[1].data = torch.ones(7, device=device)
-                with pytest.raises((TypeError, ValueError, RuntimeError)):
-                    fastamp.optimizer_step(optimizer, FAR)
-                group["lr"] = 0.1
-                parameters[1].data = torch.ones(70, 5, device=device)
-                optimizer.state.clear()
-                for p in parameters:
-                    p.data.fill_(1)
-                give(parameters, seed=i)
-            step(optimizer)
-        return parameters
-
-    as_by_torch(train)(compiled, device)
-
-
-@as_by_torch
-def test_the_backend_may_change_between_steps(step):
-    parameters, optimizer = make("adamw", sizes=SIZES)
-    for i in range(6):
-        give(parameters, seed=i)
-        if i % 3 == 2:
-            with _ops.use_only("fallback"):
-                fastamp.optimizer_step(optimizer, FAR)
-        else:
-            step(optimizer)
-    return parameters
-
-
-@as_by_torch
-def test_the_number_of_threads_may_change_between_steps(step):
-    parameters, optimizer = make("adamw", sizes=[*SIZES, (200_000,)])
-    for i in range(4):
-        torch.set_num_threads(1 + i % 2)
-        give(parameters, seed=i)
-        step(optimizer)
-    return parameters

@@ -211,7 +211,7 @@ def test_a_momentum_that_decays_slowly_is_not_stuck(name, factor, moments, backe
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = optimizer.state[parameter]
-    (form,) = _ops.torch_update.states_of(optimizer.rule, optimizer.param_groups[0])
+    (form,) = formats.states_of(optimizer.rule, optimizer.param_groups[0])
     first = form.read(state).clone()
     parameter.grad = torch.zeros_like(parameter)
     for _ in range(100):
@@ -256,38 +256,6 @@ def test_a_bare_step_is_the_same_step_and_calls_a_closure(backend, device):
     assert everything(parameters, optimizer) == everything(others, other)
 
 
-def warns_of_operators(backend):
-    """Expect a warning where a gradient's layout takes a step from compiled code."""
-    if backend == "fallback":
-        return contextlib.nullcontext()
-    return pytest.warns(UserWarning, match="in torch's operators, .* a gradient's dtype, layout")
-
-
-def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend, device):
-    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
-    others, other = make(torch.float32, "8bit", True, [(4, 100)])
-    give(parameters, 0)
-    others[0].grad = parameters[0].grad.repeat_interleave(2, dim=1)[:, ::2]
-    optimizer.step()
-    with warns_of_operators(backend):
-        other.step()
-    assert same_bits(parameters[0], others[0])
-
-
-def test_an_expanded_gradient_is_clipped_once(backend, device):
-    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
-    others, other = make(torch.float32, "8bit", True, [(4, 100)])
-    # of a sum: one element in memory
-    parameters[0].grad = torch.ones((), device=device).expand(4, 100)
-    others[0].grad = torch.ones(4, 100, device=device)
-    with warns_of_operators(backend):
-        assert fastamp.optimizer_step(optimizer, max_norm=5.0).norm == 20
-    assert fastamp.optimizer_step(other, max_norm=5.0).norm == 20
-    assert same_bits(parameters[0], others[0])
-    assert torch.equal(parameters[0].grad, others[0].grad)
-    assert parameters[0].grad[0, 0].item() == pytest.approx(0.25)
-
-
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_weights_that_were_set_to_zero_stay_numbers(zero, backend, device):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
@@ -299,50 +267,58 @@ def test_weights_that_were_set_to_zero_stay_numbers(zero, backend, device):
     assert parameters[0].isfinite().all()
 
 
-def test_a_parameter_with_gaps_in_its_memory_is_refused(backend, device):
+@pytest.mark.parametrize("what", ["parameter", "gradient", "shared", "sparse"])
+def test_memory_that_the_core_does_not_take_is_refused_by_name(what, backend, device):
+    if backend == "fallback" and what in ("gradient", "shared"):
+        pytest.skip("torch's operators take it")
     whole = torch.ones(4, 100, device=device)
-    parameter = torch.nn.Parameter(whole[:, :70])
-    optimizer = fastamp.AdamW([parameter])
-    parameter.grad = torch.ones(4, 70, device=device)
-    with pytest.raises(RuntimeError, match=r"\['params'\]\[0\]: there are gaps .*\.contiguous"):
+    weight = torch.nn.Parameter(whole[:, :70] if what == "parameter" else whole)
+    other = torch.nn.Parameter(whole[2:] if what == "shared" else torch.ones(3, device=device))
+    optimizer = fastamp.AdamW([weight, other])
+    weight.grad, other.grad = torch.ones_like(weight), torch.ones_like(other)
+    if what == "gradient":
+        weight.grad = torch.ones(100, 4, device=device).T
+    if what == "sparse":
+        weight.grad = weight.grad.to_sparse()
+    name = "tensors share" if what == "shared" else r"param_groups\[0\]\['params'\]\[0\]: a "
+    with pytest.raises(RuntimeError, match=rf"AdamW cannot make this step: {name}.*contiguous"):
         optimizer.step()
     assert (whole == 1).all()
 
 
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_another_order_of_memory_in_mid_run_is_refused(moments, backend, device):
-    model = torch.nn.Conv2d(64, 64, 3, device=device)
-    optimizer = fastamp.AdamW(model.parameters(), moments=moments)
-    give([*model.parameters()], 0)
+@pytest.mark.parametrize("change", ["order", "shape", "exact", "dtype", "moment"])
+def test_a_change_in_mid_run_is_refused_by_name_and_a_loaded_state_goes_on(change, backend, device):
+    sizes = [(64, 64, 3, 3)]
+    (parameter,), optimizer = make(torch.bfloat16, "8bit", True, sizes)
+    give([parameter], 0)
     optimizer.step()
-    model.to(memory_format=torch.channels_last)
-    before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"\['params'\]\[0\]: exp_avg.*\.load_state_dict"):
-        optimizer.step()
-    assert torch.equal(model.weight, before)
-    optimizer.load_state_dict(optimizer.state_dict())  # in the new order
+    if change == "order":
+        parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    elif change == "shape":
+        parameter.grad, parameter.data = None, torch.ones(4, 64, device=device).bfloat16()
+    elif change == "exact":
+        optimizer.param_groups[0]["exact"] = False
+    elif change == "dtype":
+        optimizer.param_groups[0]["exact"] = False
+        parameter.grad, parameter.data = None, parameter.data.float()
+        optimizer.load_state_dict(optimizer.state_dict())
+        parameter.data = parameter.data.bfloat16()
+        optimizer.param_groups[0]["exact"] = True
+    else:  # as ReLoRA resets moments
+        optimizer.state[parameter]["exp_avg_sq"] = torch.zeros(sizes[0], device=device)
+    give([parameter], 1)
+    before = everything([parameter], optimizer)
+    said = r"param_groups\[0\]\['params'\]\[0\]: .*load_state_dict.* del optimizer.state"
+    for step in (optimizer.step, lambda: fastamp.optimizer_step(optimizer)):
+        with pytest.raises(RuntimeError, match=said):
+            step()
+    assert everything([parameter], optimizer) == before
+    if change in ("shape", "moment"):
+        del optimizer.state[parameter]
+    else:
+        optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
-
-
-def test_another_shape_in_mid_run_is_refused(backend, device):
-    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
-    give(parameters, 0)
-    optimizer.step()
-    for shape in [(), (4,), (100, 4), (4, 10, 10)]:
-        parameters[0].grad = None
-        parameters[0].data = torch.ones(shape, device=device)
-        parameters[0].grad = torch.ones(shape, device=device)
-        with pytest.raises(RuntimeError, match="exp_avg_codes: its shape or memory format"):
-            optimizer.step()
-        assert (parameters[0] == 1).all()
-
-
-def test_a_learning_rate_may_be_a_tensor(backend, device):
-    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
-    others, other = make(torch.bfloat16, "8bit", True, [(4, 100)], lr=torch.tensor(1e-2))
-    train(parameters, optimizer, 3)
-    train(others, other, 3)
-    assert same_bits(parameters[0], others[0])
+    assert optimizer.state[parameter]["step"] == (1 if change in ("shape", "moment") else 2)
 
 
 @pytest.mark.parametrize(("name", "dtype", "moments", "exact"), FAMILY)
@@ -411,11 +387,6 @@ def test_torchs_sgd_goes_on_here_and_back(momentum):
     assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_torch_has_no_lion():
-    with pytest.raises(ValueError, match="torch has no optimizer for it"):
-        fastamp.to_torch(fastamp.Lion([torch.zeros(3)]).state_dict())
-
-
 def test_a_state_in_other_formats_is_converted():
     parameters, optimizer = make(torch.bfloat16, "8bit", True)
     train(parameters, optimizer, 3)
@@ -461,55 +432,6 @@ def test_a_state_of_an_older_torch_is_loaded(backend):
     assert optimizer.state[parameters[0]]["step"] == 4
 
 
-def test_weights_that_became_float32_use_no_lower_half(backend, device):
-    parameters, optimizer = make(torch.bfloat16, "float32", True, [(4, 100)])
-    train(parameters, optimizer, 2)
-    parameters[0].data, parameters[0].grad = parameters[0].detach().float(), None
-    before = parameters[0].detach().clone()
-    optimizer.param_groups[0]["lr"] = 0.0
-    assert torch.equal(optimizer.master_weights()[0], before)
-    train(parameters, optimizer, 1)
-    assert torch.equal(parameters[0], before)
-
-
-@pytest.mark.parametrize("changed", ["exact=True", "exact=False", "dtype"])
-def test_what_changes_in_mid_run_is_named_and_a_loaded_state_goes_on(changed, backend, device):
-    dtype = torch.float32 if changed == "dtype" else torch.bfloat16
-    parameters, optimizer = make(dtype, "8bit", changed != "exact=True", [(4, 100)])
-    train(parameters, optimizer, 2, bad=())
-    if changed == "dtype":
-        torch.nn.ParameterList(parameters).bfloat16()
-    else:
-        optimizer.param_groups[0]["exact"] = changed == "exact=True"
-    give(parameters, 2)
-    before = everything(parameters, optimizer)
-    said = r"exact or a parameter's dtype changed .* optimizer.load_state_dict\(optimizer.state_"
-    for step in (optimizer.step, lambda: fastamp.optimizer_step(optimizer)):
-        with pytest.raises(RuntimeError, match=said):
-            step()
-    assert everything(parameters, optimizer) == before
-    optimizer.load_state_dict(optimizer.state_dict())
-    train(parameters, optimizer, 1, first=2, bad=())
-    assert optimizer.state[parameters[0]]["step"] == 3
-    assert ("low" in optimizer.state[parameters[0]]) == (changed != "exact=False")
-
-
-def test_a_moment_that_is_set_beside_its_codes_is_refused_by_name(backend, device):
-    """Resetting moments by assignment, as in ReLoRA, would change nothing."""
-    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
-    train(parameters, optimizer, 2, bad=())
-    give(parameters, 2)
-    optimizer.state[parameters[0]]["exp_avg_sq"] = torch.zeros(4, 100, device=device)
-    before = everything(parameters, optimizer)
-    for step in (optimizer.step, lambda: fastamp.optimizer_step(optimizer)):
-        with pytest.raises(RuntimeError, match=r"exp_avg_sq was set beside .* del optimizer.state"):
-            step()
-    assert everything(parameters, optimizer) == before
-    del optimizer.state[parameters[0]]
-    train(parameters, optimizer, 1, first=2, bad=())
-    assert optimizer.state[parameters[0]]["step"] == 1
-
-
 @pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor], ids="fdt")
 def test_numbers_of_numpy_and_tensors_are_floats_to_it(number, compiled, device):
     """The core reads floats: these led into Python, 80 times as slow."""
@@ -543,15 +465,6 @@ def test_a_state_that_was_converted_since_it_was_saved_is_refused_by_name(name):
     assert everything(parameters, optimizer) == before
 
 
-def test_copies_and_pickles_go_on_alone():
-    parameters, optimizer = make(torch.bfloat16, "8bit", True)
-    train(parameters, optimizer, 2)
-    others, other = copy.deepcopy((parameters, optimizer))
-    train(others, other, 2, first=2)
-    train(parameters, optimizer, 2, first=2)
-    assert everything(parameters, optimizer) == everything(others, other)
-
-
 @pytest.mark.parametrize(
     ("name", "nbytes"), [("AdamW", (8, 6 + 4, 4 + 12)), ("SGD", (7, 8, 12)), ("Lion", (7, 8, 12))]
 )
@@ -568,7 +481,7 @@ def test_bytes_of_gpt_2_are_half(name, nbytes):
                 parameter.grad = torch.zeros_like(parameter)
             options = OPTIONS[name][0]
             optimizer = getattr(fastamp, name)(parameters, **options, moments=moments)
-            optimizer.make_states()
+            optimizer.make_states([(optimizer.param_groups[0], each) for each in parameters])
         held = [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values())]
         elements = sum(p.numel() for p in parameters)
         found = sum(t.untyped_storage().nbytes() for t in held) / elements
@@ -589,8 +502,8 @@ def test_wrong_arguments_are_named():
         ),
         ({"differentiable": True}, "differentiable=True"),
         ({"lr": -1.0}, "lr: expected at least 0, got -1.0"),
-        ({"lr": torch.tensor(-1.0)}, "lr: expected at least 0, got -1.0"),
-        ({"lr": torch.ones(2)}, "lr: expected a number or a tensor of one, got 2"),
+        ({"lr": torch.tensor(-1.0)}, "lr: expected one number of at least 0, got -1.0"),
+        ({"lr": torch.ones(2)}, "lr: expected one number of at least 0"),
         ({"betas": (0.9, 1.0)}, "betas: expected two numbers"),
         ({"betas": (0.9,)}, "betas: expected two numbers"),
         ({"seed": -1}, "seed: expected an integer"),
@@ -608,10 +521,6 @@ def test_wrong_arguments_are_named():
     fastamp.AdamW([weight], fused=False, foreach=True, capturable=True)  # without effect
     with pytest.raises(TypeError, match=r"param_groups\[0\]\['params'\]\[1\] is torch.float16"):
         fastamp.AdamW([weight, torch.nn.Parameter(torch.zeros(3).half())])
-    optimizer = fastamp.AdamW([weight])
-    weight.grad = torch.zeros(4, 64).to_sparse()
-    with pytest.raises(RuntimeError, match="cannot make this step: a gradient's dtype, layout"):
-        optimizer.step()
 
 
 def test_frozen_parameters_may_have_any_dtype(backend):
@@ -624,7 +533,7 @@ def test_frozen_parameters_may_have_any_dtype(backend):
     assert len(optimizer.state) == 2
     model.requires_grad_(True)
     give([*model.parameters()], 1)
-    with pytest.raises(RuntimeError, match=r"a parameter is (torch\.)?float16"):
+    with pytest.raises(RuntimeError, match=r"a parameter( is float16|'s dtype)"):
         optimizer.step()
 
 
@@ -669,12 +578,6 @@ def test_8_bits_refuse_tensor_parallel_shards_when_they_are_made():
             assert "['params'][0] is a DTensor that is not sharded by its first dimension" in said
 
 
-def test_8_bits_of_flat_parameters_warn_by_name():
-    flat = torch.nn.Parameter(torch.zeros(100_000))
-    with pytest.warns(UserWarning, match=r"saves nothing for param_groups\[0\]\['params'\]\[1\]"):
-        fastamp.SGD([torch.nn.Parameter(torch.zeros(4, 100)), flat], momentum=0.9, moments="8bit")
-
-
 @pytest.mark.parametrize("exact", [True, False])
 def test_master_weights_can_be_loaded(exact, backend, device):
     parameters, optimizer = make(torch.bfloat16, "8bit", exact, [(4, 100), (9,)])
@@ -690,7 +593,7 @@ def test_master_weights_can_be_loaded(exact, backend, device):
 
 
 def test_without_compiled_code_the_way_is_fallback_and_there_is_one_warning():
-    reason = choose.Reason("nothing was built", "pip install fastamp")
+    reason = "nothing was built"
     choose._warn_of.cache_clear()
     with (
         mock.patch.object(choose, "_core", return_value=reason),
@@ -704,7 +607,7 @@ def test_without_compiled_code_the_way_is_fallback_and_there_is_one_warning():
         assert train(parameters, optimizer, 2, bad=()) == [("fallback", False)] * 2
         optimizer.step()
     (warning,) = seen
-    assert "lean optimizers on cpu get the slower" in str(warning.message)
+    assert "fallback is used" in str(warning.message)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
@@ -759,18 +662,3 @@ def test_reports_are_float32_whatever_the_default_dtype(default, max_norm, backe
         report = fastamp.optimizer_step(optimizer, max_norm=max_norm)
     values = report.norm, report.found_inf, report.clip_coef, report.scale
     assert {value.dtype for value in values} == {torch.float32}
-
-
-@pytest.mark.parametrize("fused", [None, True])
-def test_the_count_of_steps_has_torchs_dtype(fused, backend, device):
-    dtypes = []
-    with default_dtype(torch.float64):
-        for step in (torch.optim.Adam.step, fastamp.optimizer_step):
-            values = torch.ones(3, dtype=torch.float32, device=device)
-            parameter = torch.nn.Parameter(values)
-            optimizer = torch.optim.Adam([parameter], fused=fused)
-            for _ in range(2):
-                parameter.grad = torch.ones_like(parameter)
-                step(optimizer)
-            dtypes.append(optimizer.state[parameter]["step"].dtype)
-    assert dtypes[0] == dtypes[1]

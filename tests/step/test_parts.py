@@ -61,7 +61,7 @@ def test_gradients_that_are_placed_otherwise_are_brought_to_their_parameters(fou
     for right, by_grad, by_state in four.run(2, part_cases.gradients_placed_otherwise):
         assert right[0].startswith("native")
         assert right[0] == by_grad[0]
-        assert "other placements than its parameter" in by_state[0]
+        assert "sharded otherwise than its parameter" in by_state[0]
         torch.testing.assert_close(by_grad[1], right[1], rtol=0, atol=0)
         torch.testing.assert_close(by_state[1], right[1], rtol=1e-6, atol=1e-7)
 

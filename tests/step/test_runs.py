@@ -1,13 +1,9 @@
 """Whole training runs: the same parameters, state, scale and schedule as stock code."""
 
 import functools
-import math
-import pickle
-import warnings
 
 import pytest
 import torch
-from support.gradients import random
 from support.training import (
     MODELS,
     OPTIMIZERS,
@@ -59,71 +55,3 @@ def test_without_clipping_a_power_of_two_leaves_no_difference_at_all(backend, de
         results.append(train(model, data, OPTIMIZERS[name], scaler, step(None)))
     assert_same_bits(results[0]["parameters"], results[1]["parameters"])
     assert_same_bits(results[0]["state"], results[1]["state"])
-
-
-@pytest.mark.parametrize("first", [torch.amp.GradScaler, fastamp.GradScaler])
-def test_a_state_continues_in_the_other_scaler(backend, device, first):
-    second = fastamp.GradScaler if first is torch.amp.GradScaler else torch.amp.GradScaler
-    runs = []
-    for handed_over in (False, True):
-        model, data = mlp(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
-        scaler = make_scaler(first, device)
-        for i, batch in enumerate(data[:20]):
-            if handed_over and i == 10:
-                state = scaler.state_dict()
-                scaler = second(device)
-                scaler.load_state_dict(pickle.loads(pickle.dumps(state)))
-            optimizer.zero_grad()
-            scaler.scale(model(batch).square().mean()).backward()
-            if i in OVERFLOWS or i == 12:
-                next(model.parameters()).grad.view(-1)[0] = math.inf
-            scaler.step(optimizer)
-            scaler.update()
-        runs.append([scaler.state_dict(), [p.detach() for p in model.parameters()]])
-    assert runs[0][0] == runs[1][0]
-    assert_same_bits(runs[0][1], runs[1][1])
-
-
-def test_the_gradient_penalty_recipe(backend, device):
-    results = []
-    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 1, device=device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-        scaler = make_scaler(cls, device)
-        for i in range(4):
-            optimizer.zero_grad()
-            loss = model(random((3, 4), torch.float32, device, seed=i)).square().mean()
-            scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
-            penalty = sum((g / scaler.get_scale()).square().sum() for g in scaled)
-            scaler.scale(loss + penalty).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        results.append([p.detach() for p in model.parameters()])
-    assert_same_bits(*results)
-
-
-def test_a_compiled_training_step_gives_the_same_result(backend, device, small):
-    if small:
-        pytest.skip("torch.compile takes seconds, and the kernels are behind one operator")
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 8, device=device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        scaler = make_scaler(fastamp.GradScaler, device)
-
-        def step(batch, model=model, optimizer=optimizer, scaler=scaler):
-            optimizer.zero_grad()
-            scaler.scale(model(batch).square().mean()).backward()
-            scaler.step(optimizer, max_norm=0.1)
-            scaler.update()
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # dynamo's own, about what it leaves out of the graph
-            run = torch.compile(step, backend="eager") if compiled else step
-            for i in range(3):
-                run(random((4, 8), torch.float32, device, seed=i))
-        results.append([p.detach() for p in model.parameters()])
-    assert_same_bits(*results)

@@ -84,16 +84,6 @@ def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name
                 assert_close(one, other, rtol=tolerance, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["sgd momentum"])
-def test_a_part_with_gaps_in_its_memory_steps_like_one_without(four, name):
-    for (grad, parameter), (plain_grad, plain_parameter) in four.run(
-        2, shard_cases.step_with_gaps, name
-    ):
-        torch.testing.assert_close(grad, plain_grad, rtol=1e-6, atol=0)
-        torch.testing.assert_close(parameter, plain_parameter, rtol=1e-6, atol=0)
-        assert parameter.abs().min() > 0
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_functions_clip_as_in_one_process(four, layout):
     for alone, ours in four.run(4, shard_cases.clip_functions, layout):
@@ -153,43 +143,10 @@ def test_ddp_needs_nothing(four, accumulate):
         assert_close_to_one_process(parameters, plain[1])
 
 
-def test_ddp_joins_uneven_inputs(four):
-    results = four.run(2, shard_trainings.train_uneven)
-    assert [steps for steps, _ in results] == [5, 3]
-
-
-def test_stock_lets_one_rank_step_and_another_skip_and_ours_does_not(four):
-    theirs = four.run(2, shard_trainings.split_verdict, True)
-    assert [moved for moved, _ in theirs] == [False, True]
-    assert [scale for _, scale in theirs] == [2.0**15, 2.0**16]
-    assert same(four.run(2, shard_trainings.split_verdict, False)) == (False, 2.0**15)
-
-
-def test_stock_fails_at_a_fused_step_after_unscale_and_ours_does_not(four):
-    assert "doesn't match the broadcast shape" in same(
-        four.run(2, shard_trainings.unscale_then_fused, True)
-    )
-    assert same(four.run(2, shard_trainings.unscale_then_fused, False)) == pytest.approx([-0.1] * 4)
-
-
-@pytest.mark.parametrize("how", ["unscale_", "step"])
-def test_stock_has_two_verdicts_for_replicate_and_shard_and_ours_one(four, how):
-    assert four.run(2, shard_trainings.mixed_verdict, True, how) == [0.0, 1.0]
-    assert four.run(2, shard_trainings.mixed_verdict, False, how) == [1.0, 1.0]
-
-
 @pytest.mark.parametrize(("what", "stock"), [("fsdp2", 2), ("hsdp", 2), ("tensor parallel", 2)])
 def test_a_step_takes_one_collective(four, what, stock):
     assert same(four.run(4, shard_trainings.collectives, what, False)) == 1
     assert same(four.run(4, shard_trainings.collectives, what, True)) == stock
-
-
-@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
-def test_clipping_dtensors_calls_less_than_stock(four):
-    # The bench measures the host's time; calls are the same on a busy machine. Of torch's first
-    # clip nothing is asked: it calls less where an earlier test has made torch find its rules.
-    stock, ours = four.run(2, shard_trainings.calls_of_clipping, 50)[0]
-    assert stock[1] > ours[1]
 
 
 @pytest.mark.parametrize("missing", [0, 2])

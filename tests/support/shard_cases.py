@@ -156,23 +156,6 @@ def step_in(how, name, wholes, grads):
     return results
 
 
-def step_with_gaps(name):
-    """Step where this rank's part of a gradient has gaps, and where it has none."""
-    mesh = mesh_of(dist.get_world_size())
-    wide = random((8, 6), torch.float32, "cpu")
-    results = []
-    for local in (wide[:, ::2], wide[:, ::2].contiguous()):
-        grad = DTensor.from_local(local, mesh, [Shard(0)])
-        assert _ops.local_of(grad).is_contiguous() == local.is_contiguous()
-        parameter = torch.nn.Parameter(spread(torch.zeros(8 * mesh.size(), 3), mesh, Shard(0)))
-        parameter.grad = grad
-        scaler = fastamp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))
-        scaler.step(OPTIMIZERS[name]([parameter]), max_norm=1.0)
-        results.append((whole(parameter.grad), whole(parameter)))
-    return results
-
-
 def clip_functions(layout):
     """Return gradients after clipping, spread and not."""
     wholes, grads = grads_on(layout)

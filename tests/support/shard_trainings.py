@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
-import sys
 import warnings
 
 import torch
 import torch.distributed as dist
-from support.gradients import parameters_with
-from support.shard_cases import as_parameters, mesh_of, spread, whole
+from support.shard_cases import mesh_of, whole
 from support.training import OPTIMIZERS
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import (
-    Replicate,
-    Shard,
-)
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -123,68 +115,6 @@ def train_ddp(name, accumulate):
     return scales, [p.detach() for p in model.parameters()]
 
 
-def train_uneven():
-    """Train with DDP where rank 1 has fewer batches, under join."""
-    model = DistributedDataParallel(make_gpt())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    scaler = make_scaler()
-    rank = dist.get_rank()
-    steps = 0
-    with model.join():
-        for batch in batches()[: 3 if rank == 1 else 5]:
-            optimizer.zero_grad()
-            logits = model(batch[rank : rank + 1, :-1]).flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(logits, batch[rank, 1:])
-            scaler.scale(loss).backward()
-            scaler.step(optimizer, max_norm=MAX_NORM)
-            scaler.update()
-            steps += not scaler.last_step.skipped
-    return steps, [p.detach() for p in model.parameters()]
-
-
-def split_verdict(stock):
-    """Step plain parts, of which rank 0's holds an inf; return whether the parameters moved."""
-    grad = torch.ones(4)
-    if dist.get_rank() == 0:
-        grad[1] = math.inf
-    parameters = parameters_with(grad)
-    cls = ShardedGradScaler if stock else fastamp.GradScaler
-    scaler = cls("cpu", process_group=dist.group.WORLD)
-    scaler.scale(torch.ones(()))
-    scaler.step(torch.optim.AdamW(parameters, lr=0.1, fused=True))
-    scaler.update()
-    return bool(parameters[0].any()), scaler.get_scale()
-
-
-def unscale_then_fused(stock):
-    """Unscale, then step with a fused optimizer; return the error, or the parameters."""
-    parameters = parameters_with(torch.full((4,), 2.0**16))
-    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
-    cls = ShardedGradScaler if stock else fastamp.GradScaler
-    scaler = cls("cpu", process_group=dist.group.WORLD)
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(optimizer)
-    try:
-        scaler.step(optimizer)
-    except RuntimeError as error:
-        return str(error)
-    return parameters[0].tolist()
-
-
-def mixed_verdict(stock, how):
-    """Check [Replicate, Shard] with an inf in rank 1's shard; return this rank's verdict."""
-    mesh = mesh_of(dist.get_world_size())
-    grads = [spread(torch.ones(4), mesh, Replicate()), spread(torch.ones(4), mesh, Shard(0))]
-    if dist.get_rank() == 1:
-        grads[1].to_local()[0] = math.inf
-    optimizer = torch.optim.AdamW(as_parameters(grads), lr=0.1, fused=True)
-    scaler = (torch.amp.GradScaler if stock else fastamp.GradScaler)("cpu")
-    scaler.scale(torch.ones(()))
-    getattr(scaler, how)(optimizer)
-    [flag] = scaler._found_inf_per_device(optimizer).values()
-    return flag.item()
-
-
 def collectives(what, stock):
     """Count the collectives of one step after backward."""
     count = dist.get_world_size()
@@ -211,24 +141,3 @@ def collectives(what, stock):
             scaler.step(optimizer, max_norm=MAX_NORM)
         scaler.update()
     return counted.get_total_counts()
-
-
-def calls_of_clipping(count):
-    """Return how many functions the first and the second clip of so many DTensors call.
-
-    torch's first, then ours.
-    """
-    mesh = mesh_of(dist.get_world_size())
-    grads = [spread(torch.randn(64), mesh, Shard(0)) for _ in range(count)]
-    parameters = as_parameters(grads)
-    calls = []
-    for clip in (torch.nn.utils.clip_grad_norm_, fastamp.clip_grad_norm_):
-        seen = []
-        for _ in range(2):
-            events = collections.Counter()
-            sys.setprofile(lambda _frame, event, _arg, events=events: events.update([event]))
-            clip(parameters, 1.0)
-            sys.setprofile(None)
-            seen.append(events["call"] + events["c_call"])
-        calls.append(seen)
-    return calls

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 
-import pytest
 import torch
 from support.gradients import random
 
@@ -162,11 +161,3 @@ def make_scaler(cls, device, **kwargs):
 def one_step(scaler, optimizer, device, **kwargs):
     scaler.scale(torch.ones((), device=device))
     scaler.step(optimizer, **kwargs)
-
-
-def make_folding(name, parameters):
-    """Make a fused optimizer whose kernel takes the loss scale, or skip."""
-    optimizer = OPTIMIZERS[name](parameters)
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        pytest.skip("this torch's fused Adagrad takes no loss scale")  # torch 2.11
-    return optimizer
