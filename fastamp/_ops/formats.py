@@ -48,14 +48,14 @@ def _canonical(values: Tensor) -> Tensor:
     return bits_of(values).masked_fill(values.isnan(), 0x7FC00000)
 
 
-def split(values: Tensor) -> tuple[Tensor, Tensor]:
+def to_halves(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest bfloat16 values, ties away from zero, and the rest as int16."""
     bits = _canonical(values)
     return (bits + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
-def join(high: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 values that `split` had; a zero's negative rest is another weight's."""
+def from_halves(high: Tensor, low: Tensor) -> Tensor:
+    """Return the values that `to_halves` had; a zero's negative rest is another weight's."""
     rest = low.masked_fill((high == 0) & (low < 0), 0)
     return ((high.view(torch.int16).int() << 16) + rest).view(torch.float32)
 
@@ -112,16 +112,7 @@ def _in_rows(blocks: Tensor, shape: torch.Size) -> Tensor:
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Return the values of codes.
-
-    Args:
-        codes: uint8 [rows, ...].
-        scales: float32 [rows, blocks of a row].
-        signed: whether a code's highest bit is a sign.
-
-    Returns:
-        float32, of the codes' shape.
-    """
+    """Return the float32 values of codes [rows, ...] with scales [rows, blocks of a row]."""
     blocks = _in_blocks(codes)
     every = torch.arange(128 if signed else 256, dtype=torch.int32, device=codes.device)
     values = ((every << _DROPPED) + _ONE).view(torch.float32) - (1 - _LEAST[signed])
@@ -160,7 +151,7 @@ def _scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:
 
 
 class State(NamedTuple):
-    """A state of a rule, and how it is kept in 16 or 8 bits; see csrc/step/rules.h."""
+    """A state of a rule, and how it is stored in 16 or 8 bits; see csrc/step/rules.h."""
 
     name: str
     option: str = ""
@@ -219,7 +210,7 @@ def names_of(rule: str, group: dict[str, Any], state: dict[str, Any]) -> list[st
 
 
 def low_of(state: dict[str, Any]) -> Tensor:
-    """View a lower half as int16. It is kept as pairs of bytes, which gloo and NCCL can gather."""
+    """View a lower half as int16: it is pairs of bytes, which gloo and NCCL can gather."""
     low: Tensor = state["low"].view(torch.int16)[..., 0]
     return low
 
@@ -227,7 +218,7 @@ def low_of(state: dict[str, Any]) -> Tensor:
 def read_weights(param: Tensor, state: dict[str, Any]) -> Tensor:
     """Return a parameter's float32 weights."""
     if "low" in state and param.dtype == torch.bfloat16:
-        return join(param, low_of(state))
+        return from_halves(param, low_of(state))
     return param.float()
 
 
@@ -236,7 +227,7 @@ def write_weights(
 ) -> None:
     """Write float32 weights as the parameter keeps them; without noise to the nearest."""
     if "low" in state and param.dtype == torch.bfloat16:
-        high, low = split(weights)
+        high, low = to_halves(weights)
         param.copy_(high)
         low_of(state).copy_(low)
     elif param.dtype == torch.bfloat16 and noise is not None:

@@ -40,12 +40,7 @@ class Part:
 
 
 class Grads:
-    """Gradients on any devices, in parts.
-
-    Args:
-        parts: at least one.
-        reduce: reads the parts and adds up over ranks; None where no other rank holds any.
-    """
+    """Gradients on any devices, in parts; `reduce` reads them and adds up over ranks, if any."""
 
     def __init__(
         self, parts: list[Part], reduce: Callable[[list[Part]], Reduced] | None = None

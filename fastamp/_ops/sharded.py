@@ -6,7 +6,7 @@ same elements. One all-reduce in each process group adds up the sums and the fla
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -40,14 +40,9 @@ def hold(
 ) -> Grads | None:
     """Return gradients as this rank holds them; None if there are none, here or on other ranks.
 
-    The collectives follow from the owners, which all ranks know: a rank without a gradient, as of
+    The collectives follow from their owners, which all ranks know: a rank without a gradient, as of
     an expert that no token chose, joins in. Partial DTensors are reduced first: in the `.grad` of
-    the owners, or else into copies.
-
-    Args:
-        tensors: of any types.
-        process_group: ranks that hold different plain tensors, if any.
-        owners: the parameters of these gradients, if the gradients will be written.
+    the owners, which are given if the gradients will be written, or else into copies.
     """
     owners = list(owners)
     if process_group is None and not any(map(is_spread, [*tensors, *owners])):
@@ -75,9 +70,9 @@ def hold(
     parts, of_parts = [], []
     for layout, here in layouts.items():
         # A rank that holds nothing of a layout joins its all-reduce with an empty tensor.
-        found = parts_of(here or [torch.empty(0, dtype=torch.float32, device=device)])
-        parts += found
-        of_parts += [layout] * len(found)
+        its_parts = parts_of(here or [torch.empty(0, dtype=torch.float32, device=device)])
+        parts += its_parts
+        of_parts += [layout] * len(its_parts)
     meshes = [cast(Any, each).device_mesh for each in placed if process_group is None]
     return Grads(parts, partial(_reduce, of_parts, meshes, process_group))
 
@@ -176,18 +171,12 @@ def _num_ranks(layout: Layout) -> int:
 
 
 def _layouts(tensors: Iterable[Any], process_group: "ProcessGroup | None") -> list[Layout]:
-    """Return the layout of each DTensor; most have that of the one before."""
-    mesh, placements, layouts = None, None, list[Layout]()
-    for tensor in tensors:
-        its_mesh, its_placements = tensor.device_mesh, tensor.placements
-        if its_mesh is not mesh or its_placements != placements:
-            mesh, placements = its_mesh, its_placements
-            layout = _layout(mesh, placements, process_group)
-        layouts.append(layout)
-    return layouts
+    """Return the layout of each DTensor; most have the same."""
+    layout_of = cache(partial(_layout, process_group))
+    return [layout_of(tensor.device_mesh, tensor.placements) for tensor in tensors]
 
 
-def _layout(mesh: Any, placements: tuple[Any, ...], process_group: "ProcessGroup | None") -> Layout:
+def _layout(process_group: "ProcessGroup | None", mesh: Any, placements: tuple[Any, ...]) -> Layout:
     sizes = [mesh.size(dim) for dim, place in enumerate(placements) if place.is_replicate()]
     groups = mesh.get_all_groups()
     if mesh.size() == dist.get_world_size():

@@ -56,16 +56,15 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    given, parameters = parameters, _as_list(parameters)
+    parameters = _as_list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     max_norm = as_bound("max_norm", max_norm)
     norm_type = float(norm_type)
     read = None
     if norm_type == 2 and not torch.compiler.is_compiling():
         read = _ops.hold(grads, owners=parameters)
-    if read is None:  # torch warns of an empty generator
-        given = parameters or given
-        return torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    if read is None:
+        return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     stats = read.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
     if error_if_nonfinite and not stats.norm.isfinite():
         raise RuntimeError(_nonfinite_message([p.grad for p in parameters]))

@@ -14,7 +14,7 @@ from fastamp.step import native
 MOMENTS = ("float32", "bfloat16", "8bit")
 _LEAST_EPS = 1e-12
 # Of a group: these stay as they are when a state is loaded, the rest is loaded.
-_OWN = ("moments", "exact", "fused")
+_STAY = ("moments", "exact", "fused")
 _NOT_LOADED = ("amsgrad", "foreach", "capturable", "differentiable")  # of torch's groups
 _OF_TORCH = {"eps": torch.optim.AdamW, "momentum": torch.optim.SGD}
 """torch's optimizers, by an option that no other lean one has."""
@@ -143,22 +143,9 @@ class Lean(Optimizer):
                 supported, or a state has another dtype than it was saved in; the optimizer is
                 unchanged.
         """
-        loaded: dict[Tensor, dict[str, Any]] = {}
-
-        def convert(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            groups, found = self._loadable(given)
-            loaded.update(found)
-            return {**given, "state": {}, "param_groups": groups}
-
-        def fill(_: Optimizer) -> None:
-            self.state.update(loaded)
-
-        # Between the hooks of others, which see all of the state.
-        with (
-            self.register_load_state_dict_pre_hook(convert),
-            self.register_load_state_dict_post_hook(fill, prepend=True),
-        ):
-            super().load_state_dict(state_dict)
+        groups, loaded = self._loadable(state_dict)
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        self.state.update(loaded)
 
     def _loadable(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Tensor, Any]]:
         """Return the groups of a saved state, and its states in this optimizer's formats."""
@@ -171,12 +158,12 @@ class Lean(Optimizer):
             msg = f"state_dict: groups of {sizes[0]} parameters; this optimizer has {sizes[1]}"
             raise ValueError(msg)
         groups, loaded = [], {}
-        for group, own in zip(saved_groups, self.param_groups, strict=True):
+        for group, ours in zip(saved_groups, self.param_groups, strict=True):
             new = {name: value for name, value in group.items() if name not in _NOT_LOADED}
-            stay = {name: own[name] for name in _OWN}
-            groups.append({**self.defaults, "seed": own["seed"], **new, **stay})
+            stay = {name: ours[name] for name in _STAY}
+            groups.append({**self.defaults, "seed": ours["seed"], **new, **stay})
             _check_options(groups[-1])
-            for place, param in zip(group["params"], own["params"], strict=True):
+            for place, param in zip(group["params"], ours["params"], strict=True):
                 if saved.get(place):
                     loaded[param] = self._converted(saved[place], groups[-1], param, place)
         return groups, loaded

@@ -61,8 +61,7 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
     Args:
         optimizers: step together, clipped to one norm.
         clip: how; its tensors may lie on any device.
-        states: of the optimizers in this iteration, as torch's scaler has them: what was done is
-            noted in them.
+        states: of torch's scaler, in which is noted what was done.
         group: ranks that hold other gradients.
         known: the statistics of an earlier read, whose found_inf still counts.
         counts: where skipped steps are counted.
@@ -71,8 +70,7 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
         kwargs: of the optimizers' `step`.
 
     Returns:
-        What the step found and did; and what each optimizer's `step` returned, None where it was
-        not called.
+        The report, and what each optimizer's `step` returned, None where it was not called.
     """
     measures = clip.scale is not None or clip.max_norm is not None
     read_before = None if known is None else known.values
@@ -189,11 +187,7 @@ def grads_to_read(
     measures: bool = True,
     allow_float16: bool = True,
 ) -> Grads | None:
-    """Return the optimizers' gradients on their backends; None where no rank has any.
-
-    Raises:
-        ValueError: they are to be measured, and FSDP1's without a process group; or one is float16.
-    """
+    """Return the optimizers' gradients on their backends; None where no rank has any."""
     parameters = native.parameters_of(optimizers)
     if measures and group is None and any(map(native.is_fsdp1s, parameters)):
         raise ValueError(native.FSDP1)

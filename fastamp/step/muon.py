@@ -51,11 +51,7 @@ class Stack(NamedTuple):
 
 
 class MuonBackend:
-    """Steps of Muon on one device; see `Backend` in _native.pyi.
-
-    Args:
-        core: the core's backend of the device.
-    """
+    """Steps of Muon on the device of the core's backend; see `Backend` in _native.pyi."""
 
     def __init__(self, core: Any) -> None:
         self.device, self._core = core.device, core
@@ -127,8 +123,11 @@ class MuonBackend:
             if ranks is None:
                 orthogonalize_(rows, *products)
             else:
-                _orthogonalize_shared_(rows, whole.size(0), ranks, first, products)
-            ratio = _lr_ratio(group["adjust_lr_fn"], *whole.shape)
+                _orthogonalize_shared_(rows, len(whole), ranks, first, products)
+            height, width = whole.shape
+            ratio = math.sqrt(max(1, height / width))
+            if group["adjust_lr_fn"] == "match_rms_adamw":
+                ratio = 0.2 * math.sqrt(max(height, width))
             write = {**group, "lr_ratio": ratio, "params": [each.param for each in matrices]}
             self._pass("Muon, write", write, {}, [*directions], (None, found_inf, True))
         for matrix in (each for stack in read for each in stack.matrices if drops):
@@ -176,23 +175,13 @@ def _ranks_of(whole: Any) -> Any:
     return None
 
 
-def _lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """Return what multiplies the learning rate of a matrix."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
-
-
 def orthogonalize_(
     stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> None:
-    """Orthogonalize stacked bfloat16 matrices in place, by the Newton-Schulz steps of torch's Muon.
+    """Orthogonalize bfloat16 matrices [matrices, rows, columns] in place.
 
-    Args:
-        stack: (matrices, rows, columns); each matrix gets the operations that torch's gets.
-        coefficients: of the polynomial.
-        steps: how often it is applied.
-        eps: least norm that a matrix is divided by.
+    Each gets the operations of torch's Muon: Newton-Schulz `steps` with a polynomial, after it was
+    divided by its norm, or by `eps`.
     """
     a, b, c = coefficients
     wide = stack.mT if stack.size(1) > stack.size(2) else stack
@@ -209,22 +198,17 @@ def orthogonalize_(
 def _orthogonalize_shared_(
     rows: Tensor, height: int, ranks: Any, first: int, products: Any
 ) -> None:
-    """Orthogonalize matrices of which each rank holds rows; all ranks have to call it.
+    """Orthogonalize matrices of so many rows, of which each rank holds some; all have to call it.
 
-    Args:
-        rows: (matrices, this rank's rows, columns).
-        height: of the whole matrices.
-        ranks: share them. Each multiplies every `ranks.size()`-th matrix.
-        first: number of the first matrix.
-        products: see `orthogonalize_`.
+    Each rank multiplies every `ranks.size()`-th matrix, counted from the `first` one's number.
     """
     size, me = ranks.size(), ranks.rank()
     owned = [range((rank - first) % size, len(rows), size) for rank in range(size)]
-    order = [matrix for own in owned for matrix in own]
+    order = [matrix for some in owned for matrix in some]
     step = -(-height // size)  # DTensor's rows, as torch.chunk has them
     heights = [max(0, min(step, height - rank * step)) for rank in range(size)]
     count, columns = len(owned[me]), rows.size(2)
-    sent = [len(own) * heights[me] * columns for own in owned]
+    sent = [len(some) * heights[me] * columns for some in owned]
     received = [count * each * columns for each in heights]
     given = rows[order]
     pieces = rows.new_empty(sum(received))

@@ -57,8 +57,8 @@ class NonFinite(_Counts):
     torch.unravel_index.
 
     Example:
-        >>> found = fastamp.step.NonFinite("weight", n_nan=0, n_inf=1, first_index=5)
-        >>> torch.unravel_index(torch.tensor(found.first_index), (2, 4))
+        >>> entry = fastamp.step.NonFinite("weight", n_nan=0, n_inf=1, first_index=5)
+        >>> torch.unravel_index(torch.tensor(entry.first_index), (2, 4))
         (tensor(1), tensor(1))
     """
 

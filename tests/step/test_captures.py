@@ -1,4 +1,4 @@
-"""CUDA graphs: the step inside one, and a capture while fastamp's threads are at work."""
+"""CUDA graphs: clips and steps inside one."""
 
 import math
 

@@ -148,9 +148,9 @@ def test_halves_give_back_every_float32():
         ]
     )
     values = values[~values.isnan()]
-    high, low = formats.split(values)
-    assert same_bits(formats.join(high, low), values)
-    assert formats.split(torch.tensor([math.nan]))[0].isnan().all()
+    high, low = formats.to_halves(values)
+    assert same_bits(formats.from_halves(high, low), values)
+    assert formats.to_halves(torch.tensor([math.nan]))[0].isnan().all()
 
 
 @pytest.mark.parametrize(("signed", "top"), [(True, 247), (False, 63487 + 1 / 32)])
@@ -400,25 +400,6 @@ def test_a_state_in_other_formats_is_converted():
         for name in one.keys() - {"low"}:
             torch.testing.assert_close(one[name], other[name], rtol=2e-7, atol=0)
         assert not other["low"].any()
-
-
-def test_hooks_of_a_load_see_and_change_the_state():
-    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
-    train(parameters, optimizer, 2)
-    saved, seen = optimizer.state_dict(), []
-
-    def replaced(_, state):
-        given = copy.deepcopy(state)
-        given["state"][0]["step"].fill_(7.0)
-        return given
-
-    optimizer.register_load_state_dict_pre_hook(replaced)
-    optimizer.register_load_state_dict_post_hook(
-        lambda loaded: seen.extend(state["step"].item() for state in loaded.state.values())
-    )
-    optimizer.load_state_dict(saved)
-    assert seen == [7.0]
-    assert saved["state"][0]["step"] == 2
 
 
 def test_a_state_of_an_older_torch_is_loaded(backend):

@@ -1,4 +1,4 @@
-"""Whatever changes between two steps, the next one sees: what is asked for, and gradients."""
+"""Whatever gradients come between two steps, the next one reads them anew."""
 
 import pytest
 import torch
