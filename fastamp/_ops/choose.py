@@ -84,7 +84,13 @@ def _check_available(name: str, source: str) -> str:
 
 _only: str | None = None
 if os.environ.get("FASTAMP_BACKEND"):
-    _only = _check_available(os.environ["FASTAMP_BACKEND"], "FASTAMP_BACKEND")
+    try:
+        _only = _check_available(os.environ["FASTAMP_BACKEND"], "FASTAMP_BACKEND")
+    except RuntimeError as error:
+        if sys.argv[:1] != ["-m"]:  # "-m" while `python -m` imports the package: no traceback
+            raise
+        print(error, file=sys.stderr)  # noqa: T201
+        raise SystemExit(2) from None
 
 
 @contextmanager

@@ -179,7 +179,10 @@ class GradScaler(torch.amp.GradScaler):
                 raise TypeError(msg)
             norm = None if max_norm is None else self.clip_grad_norm_(optimizers[0], max_norm)
             results = [super().step(optimizers[0], *args, **kwargs)]
-            self.last_step = self._report_of_torchs(states[0], norm, by_torch)
+            stats = cast(GradStats, _read_before(states))
+            self._skipped.on(stats.found_inf.device).add_(stats.found_inf)
+            stats = stats if norm is None else stats.replace(norm=norm)
+            self.last_step = StepReport(stats.values, f"torch's: {by_torch}")
             if zero_grad:
                 optimizers[0].zero_grad()
         else:
@@ -324,13 +327,6 @@ class GradScaler(torch.amp.GradScaler):
                 msg = "optimizer: of several, some were unscaled by unscale_() and some were not"
                 raise RuntimeError(msg)
         return states
-
-    def _report_of_torchs(self, state: dict[str, Any], norm: Tensor | None, why: str) -> StepReport:
-        """Count a step that torch's scaler skipped, and report it."""
-        stats = cast(GradStats, _read_before([state]))
-        self._skipped.on(stats.found_inf.device).add_(stats.found_inf)
-        stats = stats if norm is None else stats.replace(norm=norm)
-        return StepReport(stats.values, f"torch's: {why}")
 
     def _unscale_grads_(
         self,
