@@ -1,5 +1,6 @@
 """What lean optimizers share: states in 16 or 8 bits, and exact weights in bfloat16 and 16 more."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastamp.step import native
 
 MOMENTS = ("float32", "bfloat16", "8bit")
 _LEAST_EPS = 1e-12
+_FEW = 1 << 16  # elements whose moments are not worth a warning
 # Of a group: these stay as they are when a state is loaded, the rest is loaded.
 _STAY = ("moments", "exact", "fused")
 _NOT_LOADED = ("amsgrad", "foreach", "capturable", "differentiable")  # of torch's groups
@@ -282,7 +284,8 @@ def _as_float(name: str, value: Any) -> float:
 
 
 def _check_parameters(group: dict[str, Any], place: int) -> None:
-    """Refuse parameters that no step could update."""
+    """Refuse parameters that no step could update, and say where 8 bits save little."""
+    flat = {}
     for index, param in enumerate(group["params"]):
         name = f"param_groups[{place}]['params'][{index}]"
         if param.requires_grad and param.dtype not in formats.DTYPES:
@@ -294,6 +297,14 @@ def _check_parameters(group: dict[str, Any], place: int) -> None:
             msg = f"moments='8bit': {name} is a DTensor that is not sharded by its first dimension "
             msg += f"but as {placements}; moments='bfloat16' has no blocks"
             raise ValueError(msg)
+        if group["moments"] == "8bit" and param.dim() < 2:
+            flat[name] = param.numel()
+    count = sum(param.numel() for param in group["params"])
+    if sum(flat.values()) > max(count / 2, _FEW):
+        largest = max(flat, key=lambda name: flat[name])
+        msg = f"moments='8bit' saves nothing for {largest} and others of one dimension, as FSDP1's "
+        msg += "flat parameters: they keep float32; FSDP2 (fully_shard) keeps rows"
+        warnings.warn(msg, stacklevel=5)
 
 
 def _has_low(group: dict[str, Any], param: Tensor) -> bool:

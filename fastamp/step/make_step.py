@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops import Clip, Grads, GradStats, Why
-from fastamp.step import native
+from fastamp.step import muon, native
 from fastamp.step.report import StepReport
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
     if in_halves or measures:
         grads = grads_to_read(optimizers, group, measures=measures)
     steps = native.read_all(optimizers) if in_halves else cast(Why, why)
+    for each in optimizers:
+        muon.compare_ranks(each, steps if isinstance(steps, Why) else None)
     stats, factor, found_inf = known, None, clip.before
     if measures and grads is not None:
         by_torch = isinstance(steps, Why) and clip.scale is not None

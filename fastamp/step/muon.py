@@ -6,10 +6,12 @@ torch steps: matrices sharded by columns, and options that torch's Muon does not
 
 import math
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops import NO_GRADIENT, NO_STATE, Why
@@ -226,3 +228,32 @@ def _exchange(to: Tensor, received: list[int], values: Tensor, sent: list[int], 
     sizes = [2 * size for size in received], [2 * size for size in sent]
     to, values = to.view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)  # gloo: no bf16
     dist.all_to_all_single(to, values, sizes[0], sizes[1], group=ranks)
+
+
+_compared: "WeakSet[Optimizer]" = WeakSet()
+
+
+@torch.no_grad()
+def compare_ranks(optimizer: Optimizer, why: Why | None) -> None:
+    """Raise an error on all ranks unless they make Muon's first step of their DTensors alike.
+
+    Later a rank that lacks a gradient is waited for, as with torch.
+    """
+    if optimizer in _compared or not isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+        return
+    _compared.add(optimizer)
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    params: list[Any] = [p for p in given if _ops.is_spread(p)]
+    agree = True
+    for mesh in dict.fromkeys(p.device_mesh for p in params):
+        has = [p.grad is not None for p in params if p.device_mesh == mesh]
+        answers: list[Any] = [(why is None, has)]
+        for ranks in mesh.get_all_groups():
+            gathered: list[Any] = [None] * ranks.size()
+            dist.all_gather_object(gathered, answers, ranks)
+            answers = [answer for some in gathered for answer in some]
+        agree = agree and all(answer == answers[0] for answer in answers)
+    if not agree:
+        msg = "Muon's sharded matrices need the same step hooks, and gradients of the same "
+        msg += "matrices, on all ranks" + ("" if why is None else f"; here torch steps: {why.text}")
+        raise RuntimeError(msg)

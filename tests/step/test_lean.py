@@ -559,6 +559,12 @@ def test_8_bits_refuse_tensor_parallel_shards_when_they_are_made():
             assert "['params'][0] is a DTensor that is not sharded by its first dimension" in said
 
 
+def test_8_bits_of_flat_parameters_warn_by_name():
+    flat = torch.nn.Parameter(torch.zeros(100_000))
+    with pytest.warns(UserWarning, match=r"saves nothing for param_groups\[0\]\['params'\]\[1\]"):
+        fastamp.SGD([torch.nn.Parameter(torch.zeros(4, 100)), flat], momentum=0.9, moments="8bit")
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_master_weights_can_be_loaded(exact, backend, device):
     parameters, optimizer = make(torch.bfloat16, "8bit", exact, [(4, 100), (9,)])

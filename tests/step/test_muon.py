@@ -241,17 +241,6 @@ def test_an_optimizer_without_a_gradient_leaves_the_step_to_the_other(
             schedule.step()
 
 
-def test_one_bad_gradient_skips_both(compiled, device):
-    parameters, _ = make(device)
-    optimizers = both(parameters, device)
-    give(parameters, 0)
-    parameters[-1].grad[0, 0] = math.nan
-    before = [p.detach().clone() for p in parameters]
-    report = fastamp.optimizer_step(optimizers, max_norm=1.0)
-    assert report.skipped
-    assert same_bits(parameters, before)
-
-
 @pytest.mark.parametrize("by_state", [True, False])
 def test_torchs_own_step_may_come_between(by_state, compiled, device):
     """The state is torch's: `optimizer.step()` goes on with it, and so does another optimizer."""
@@ -426,6 +415,26 @@ def test_matrices_sharded_by_columns_are_torchs(four):
     reason = "torch's: a matrix is sharded by more than its rows"
     for ways, _ in four.run(2, muon_ranks.steps, "columns", [(32, 48)]):
         assert ways == {reason}
+
+
+@pytest.mark.parametrize("unlike", ["muon", "gradient"])
+@pytest.mark.parametrize(("layout", "ranks"), [("rows", [3]), ("hsdp", [0, 1])])
+def test_ranks_whose_first_step_is_unlike_the_others_are_an_error_on_all(
+    layout, ranks, unlike, four
+):
+    """They would wait for them, in a collective that these do not make."""
+    expected = "Muon's sharded matrices need the same step hooks, and gradients of the same "
+    expected += "matrices, on all ranks"
+    here = "; here torch steps: hooks, patches or modes around the step" * (unlike == "muon")
+    for rank, (said, is_unchanged) in enumerate(
+        four.run(4, muon_ranks.unlike, layout, unlike, ranks)
+    ):
+        assert said == expected + here * (rank in ranks)
+        assert is_unchanged
+
+
+def test_ranks_compare_their_first_step_alone(four):
+    assert four.run(2, muon_ranks.compared) == [1, 1]
 
 
 def test_what_some_ranks_lack_together_does_not_disturb_the_others(four):
