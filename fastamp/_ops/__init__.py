@@ -10,7 +10,6 @@ from fastamp._ops.choose import (
     warn_of_fallback,
 )
 from fastamp._ops.grads import Grads
-from fastamp._ops.over_ranks import gather, hold, replicated
 from fastamp._ops.private import (
     has_step_hook,
     in_dispatch_mode,
@@ -18,6 +17,7 @@ from fastamp._ops.private import (
     note_step,
     untraced,
 )
+from fastamp._ops.sharded import gather, hold, replicated
 from fastamp._ops.torch_update import TorchBackend
 from fastamp._ops.types import (
     NO_GRADIENT,
@@ -26,6 +26,8 @@ from fastamp._ops.types import (
     Clip,
     GradStats,
     Why,
+    is_spread,
     local_of,
     moved,
+    unread,
 )

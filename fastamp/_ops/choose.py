@@ -8,17 +8,16 @@ backend and the fallback.
 
 import importlib.util
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-
-from fastamp._ops.reinstall import install_again, pip_install
 
 try:
     from fastamp._build import NO_CUDA
@@ -30,15 +29,14 @@ Table: TypeAlias = tuple[Any, bool]
 """The ops of the core for a type of device, and whether that device is apart from the host."""
 
 
-class Reason(NamedTuple):
-    """Why the fallback serves a device, and the command that changes it; "" if none does."""
+PIP_INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
 
-    text: str
-    mend: str = ""
 
-    def __str__(self) -> str:
-        """Return both as one sentence."""
-        return self.text + f". Fix it: {self.mend}" * bool(self.mend)
+def install_again() -> str:
+    """Return the remedy of building fastamp again, with CUDA code where torch finds a GPU."""
+    variable = "FASTAMP_CUDA=ON " if torch.cuda.is_available() else ""
+    options = "--force-reinstall --no-deps --no-cache-dir"
+    return f". Fix it: {variable}{PIP_INSTALL} {options} FOLDER_OF_ITS_SOURCES"
 
 
 def _is_installed() -> bool:
@@ -46,18 +44,17 @@ def _is_installed() -> bool:
 
 
 @cache
-def _core() -> ModuleType | Reason:
+def _core() -> ModuleType | str:
     """Return the extension, or say why it cannot be used."""
     if not _is_installed():
-        text = f"fastamp was installed without its compiled code: {NO_CUDA}"
-        return Reason(text, install_again())
+        return f"fastamp was installed without its compiled code: {NO_CUDA}" + install_again()
     try:
         from fastamp import _native  # noqa: PLC0415 - it may be missing
     except ImportError as error:
-        return Reason(f"fastamp's compiled code cannot be loaded ({error})", install_again())
+        return f"fastamp's compiled code cannot be loaded ({error})" + install_again()
     if not _native.has_exchange_table:
         text = f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}"
-        return Reason(text, f"{pip_install()} --upgrade 'torch>=2.10'")
+        return f"{text}. Fix it: {PIP_INSTALL} --upgrade 'torch>=2.10'"
     return _native
 
 
@@ -65,15 +62,14 @@ def _core() -> ModuleType | Reason:
 def _tables() -> Mapping[str, Table]:
     """Return the core's tables that can be used here, best first."""
     core = _core()
-    if isinstance(core, Reason):
+    if isinstance(core, str):
         if _is_installed() and os.environ.get("FASTAMP_BACKEND") != "fallback":
-            message = f"the slower pure-Python fallback is used: {core}"
-            warnings.warn(message, stacklevel=2)
+            _warn_of(core)
         return {}
-    found = {"cpu": (core.cpu_ops, False)}
+    tables = {"cpu": (core.cpu_ops, False)}
     if core.built_with_cuda and torch.version.cuda is not None and torch.cuda.is_available():
-        found = {"cuda": (core.cuda_ops, True), **found}
-    return found
+        tables = {"cuda": (core.cuda_ops, True), **tables}
+    return tables
 
 
 def _check_available(name: str, source: str) -> str:
@@ -122,60 +118,61 @@ def backends() -> list[str]:
         >>> "fallback" in fastamp.backends()
         True
     """
-    found = [*(name for name in _tables() if _only in (None, name)), "fallback"]
-    if _only is None and torch.cuda.is_available() and (why := _why_no_cuda_code()):
+    names = [*(name for name in _tables() if _only in (None, name)), "fallback"]
+    if _only is None and torch.cuda.is_available() and (why := _why_no_cuda_code()) is not None:
         _warn_of(why)
-    return found
+    return names
 
 
-def _why_no_cuda_code() -> Reason | None:
-    """Say why this installation holds no CUDA code, with the build's own reason; None if it does.
-
-    Of an extension that cannot be loaded `_tables` warns.
-    """
+def _why_no_cuda_code() -> str | None:
+    """Say why this installation has no CUDA code, with the build's own reason; None if it has."""
     core = _core()
-    if isinstance(core, Reason):
-        return None if _is_installed() else core
+    if isinstance(core, str):
+        return core
     if torch.version.hip is not None:
-        return Reason("the compiled code is for NVIDIA GPUs")
-    if core.built_with_cuda:
-        return None
-    return Reason(f"fastamp was built without CUDA code: {NO_CUDA}", install_again())
+        return "the compiled code is for NVIDIA GPUs"
+    text = f"fastamp was built without CUDA code: {NO_CUDA}"
+    return None if core.built_with_cuda else text + install_again()
 
 
 @cache
-def _warn_of(why: Reason, tensors: str = "CUDA tensors") -> None:
-    """Warn once that the fallback serves these tensors."""
-    message = (
-        f"{tensors} get the slower pure-Python fallback "
-        f"(FASTAMP_BACKEND=fallback chooses it without this warning): {why}"
-    )
+def _warn_of(why: str) -> None:
+    """Warn once that the fallback is used, for this reason."""
+    message = "the slower pure-Python fallback is used "
+    message += f"(FASTAMP_BACKEND=fallback chooses it without this warning): {why}"
     warnings.warn(message, stacklevel=3)
 
 
 def warn_of_fallback(device: torch.device) -> None:
     """Warn once that the fallback serves a device, unless it was chosen."""
     if _only != "fallback" and (why := why_fallback(device)) is not None:
-        _warn_of(why, f"lean optimizers on {device}")
+        _warn_of(why)
 
 
-def why_fallback(device: torch.device) -> Reason | None:  # noqa: PLR0911 - one row a reason
-    """Say why the fallback serves a device, or return None if compiled code does."""
+def why_fallback(device: torch.device) -> str | None:
+    """Say why the fallback serves a device, or return None if compiled code does.
+
+    Raises:
+        RuntimeError: a graph is being captured, which loading the kernels would break.
+    """
     if _only not in (None, device.type):
-        return Reason(f"FASTAMP_BACKEND={_only} is set", "unset FASTAMP_BACKEND")
+        return f"FASTAMP_BACKEND={_only} is set. Fix it: unset FASTAMP_BACKEND"
     if device.type not in {"cpu", "cuda"}:
-        return Reason("compiled code is for the CPU and for CUDA")
+        return "compiled code is for the CPU and for CUDA"
     core = _core()
-    if isinstance(core, Reason):
-        return core
-    if device.type == "cpu":
-        return None
-    if (why := _why_no_cuda_code()) is not None:
-        return why
+    why = _why_no_cuda_code() if device.type == "cuda" else None
+    if isinstance(core, str) or why is not None or device.type == "cpu":
+        return core if isinstance(core, str) else why
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        msg = (
+            f"the first use of fastamp on {device} is in the capture of a CUDA graph, and kernels "
+            "cannot be loaded in one: make one step before the capture"
+        )
+        raise RuntimeError(msg)
     try:
         core.check_device(device.index or 0)
     except RuntimeError as error:
-        return Reason(str(error), install_again())
+        return f"{device}: {error}" + install_again()
     return None
 
 
@@ -183,8 +180,8 @@ class _Handles(dict[torch.device, Any]):
     """The core's `Backend` of each device; None where the fallback serves it."""
 
     def __missing__(self, device: torch.device) -> Any:
-        found = self[device] = _make_handle(device)
-        return found
+        handle = self[device] = _make_handle(device)
+        return handle
 
 
 _handles = _Handles()
@@ -193,33 +190,15 @@ backend_for = _handles.__getitem__
 
 
 def _make_handle(device: torch.device) -> Any:
-    table = _tables().get(device.type) if _only in (None, device.type) else None
-    core = _core()
-    on_cuda = device.type == "cuda" and _only in (None, "cuda")
-    if on_cuda and (why := _why_no_cuda_code()) is not None:
-        _warn_of(why)
+    table = _tables().get(device.type)  # warns of an extension that cannot be loaded
+    if (why := why_fallback(device)) is not None:
+        if device.type == "cuda" and _only in (None, "cuda"):
+            _warn_of(why)
         return None
-    if isinstance(core, Reason):
-        return None
-    if on_cuda:
-        _refuse_capture(device)
-        if (why := why_fallback(device)) is not None:
-            _warn_of(why, f"tensors on {device}")
-            return None
     if table is None:
         return None
-    ops, is_apart = table
-    return core.Backend(ops, is_apart, device, device.index if on_cuda else None)
-
-
-def _refuse_capture(device: torch.device) -> None:
-    """Raise an error if a graph is being captured: loading the kernels would break the capture."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        msg = (
-            f"the first use of fastamp on {device} is in the capture of a CUDA graph, and kernels "
-            "cannot be loaded in one: make one step before the capture"
-        )
-        raise RuntimeError(msg)
+    index = device.index if device.type == "cuda" else None
+    return core().Backend(*table, device, index)
 
 
 def core_for(device: torch.device) -> Any:
@@ -229,8 +208,8 @@ def core_for(device: torch.device) -> Any:
 
 def core() -> Any:
     """Return the extension module, or None where it cannot be used."""
-    found = _core()
-    return None if isinstance(found, Reason) else found
+    module = _core()
+    return None if isinstance(module, str) else module
 
 
 def host_core() -> Any:

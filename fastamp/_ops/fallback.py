@@ -1,6 +1,8 @@
 """The norm and the clip in torch's operators, for every device, dtype and layout."""
 
+import operator
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -13,7 +15,6 @@ from fastamp._ops.types import PLAIN_TYPES, Clip, GradStats, Reduced
 _CPU_BLOCK = 1 << 14
 _DEVICE_BLOCK = 1 << 22
 _WIDE = (torch.float64, torch.complex128)
-_without_float64: set[str] = {"mps"}  # types of devices
 
 
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:
@@ -28,21 +29,12 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
     return torch.split(flat, size)
 
 
-def _wide_on(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 on a device that has no float64."""
-    if device.type not in _without_float64:
-        try:
-            torch.zeros((), dtype=torch.float64, device=device)
-        except (TypeError, RuntimeError, NotImplementedError):
-            _without_float64.add(device.type)
-    return torch.float32 if device.type in _without_float64 else torch.float64
-
-
 @torch.no_grad()
 def reduce(tensors: Sequence[Tensor]) -> Reduced:
     """Read every element of tensors on one device, some of them twice."""
     device = tensors[0].device
-    total = torch.zeros((), dtype=_wide_on(device), device=device)
+    wide = torch.float32 if device.type == "mps" else torch.float64  # which Metal does not have
+    total = torch.zeros((), dtype=wide, device=device)
     plain = [block for t in tensors if type(t) in PLAIN_TYPES for block in _blocks(t)]
     if plain:
         total = norms_of(plain, total.dtype).square().sum()
@@ -98,27 +90,17 @@ def rescale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return
     for is_wide in (False, True):  # the factor is as wide as the tensors
-        of_width = [t for t in tensors if (t.dtype in _WIDE) == is_wide]
-        if not of_width:
+        if not (of_width := [t for t in tensors if (t.dtype in _WIDE) == is_wide]):
             continue
         rounded = factor.to(torch.float64 if is_wide else torch.float32)
-        listed = [t for t in of_width if _is_listed(t)]
-        if listed:
-            multiply_([_once(t) for t in listed], rounded)
-        for other in of_width:
-            if not _is_listed(other):
-                other.mul_(rounded)
+        is_listed = [*map(_is_listed, of_width)]
+        if any(is_listed):
+            multiply_([*compress(of_width, is_listed)], rounded)
+        for other in compress(of_width, map(operator.not_, is_listed)):
+            other.mul_(rounded)
 
 
 def _is_listed(tensor: Tensor) -> bool:
     """Say whether torch multiplies such tensors in lists."""
     is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
     return is_plain and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _once(tensor: Tensor) -> Tensor:
-    """Return a view that holds every stored element once: an expanded tensor cannot be written."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor

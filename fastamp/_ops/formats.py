@@ -1,13 +1,17 @@
-"""How lean optimizers keep float32 values in fewer bits: csrc/step/formats.h in torch's operators.
+"""How lean optimizers keep weights and states in fewer bits: csrc/step/formats.h.
 
 Codes of 8 bits have a scale for each block: 256 elements of a row of the first dimension, and a
 shorter block at a row's end. So scales are sharded as rows are.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of parameters. A float16 weight would need a scale, as its gradients do."""
 BLOCK_SIZE = 256
 SHORTEST_ROW = 64
 """Elements: a tensor of shorter rows would have more bytes of scales than it saves."""
@@ -44,14 +48,14 @@ def _canonical(values: Tensor) -> Tensor:
     return bits_of(values).masked_fill(values.isnan(), 0x7FC00000)
 
 
-def split(values: Tensor) -> tuple[Tensor, Tensor]:
+def to_halves(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest bfloat16 values, ties away from zero, and the rest as int16."""
     bits = _canonical(values)
     return (bits + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
-def join(high: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 values that `split` had; a zero's negative rest is another weight's."""
+def from_halves(high: Tensor, low: Tensor) -> Tensor:
+    """Return the values that `to_halves` had; a zero's negative rest is another weight's."""
     rest = low.masked_fill((high == 0) & (low < 0), 0)
     return ((high.view(torch.int16).int() << 16) + rest).view(torch.float32)
 
@@ -108,35 +112,30 @@ def _in_rows(blocks: Tensor, shape: torch.Size) -> Tensor:
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Return the values of codes.
-
-    Args:
-        codes: uint8 [rows, ...].
-        scales: float32 [rows, blocks of a row].
-        signed: whether a code's highest bit is a sign.
-
-    Returns:
-        float32, of the codes' shape.
-    """
+    """Return the float32 values of codes [rows, ...] with scales [rows, blocks of a row]."""
     blocks = _in_blocks(codes)
     every = torch.arange(128 if signed else 256, dtype=torch.int32, device=codes.device)
     values = ((every << _DROPPED) + _ONE).view(torch.float32) - (1 - _LEAST[signed])
     table = torch.cat([values, -values]) if signed else values
-    found = table.index_select(0, blocks.flatten().int()).view(blocks.shape)
-    return _in_rows(found.mul_(scales[..., None]), codes.shape)
+    decoded = table.index_select(0, blocks.flatten().int()).view(blocks.shape)
+    return _in_rows(decoded.mul_(scales[..., None]), codes.shape)
 
 
 def encode(values: Tensor, *, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of values, to the nearest or, with `noise`, rounded randomly.
+    """Return codes and scales of float32 values [rows, ...].
 
-    Args:
-        values: float32 [rows, ...].
-        signed: as for `decode`.
-        noise: 32 random bits for each value, of which the upper 16 count.
+    They are the nearest or, with 32 random bits for each value, of which the upper 16 count,
+    rounded randomly.
     """
-    blocks = _in_blocks(values)
-    scales, inverses = _scales_of(blocks.abs().amax(dim=2, keepdim=True), _TOPS[signed])
-    codes = _codes_of(blocks.abs() * inverses, noise, signed=signed)
+    blocks, top, least = _in_blocks(values), _TOPS[signed], _LEAST[signed]
+    scales, inverses = _scales_of(blocks.abs().amax(dim=2, keepdim=True), top)
+    scaled = blocks.abs() * inverses
+    limited = torch.where(scaled < top, scaled, top).clamp_(min=least)
+    added: Any = 1 << _DROPPED - 1
+    if noise is not None:
+        shift = _DROPPED - 16
+        added = ((_in_blocks(noise) >> 16 & 0xFFFF) << shift) + (1 << shift - 1)
+    codes = bits_of(limited + (1 - least)) + added - _ONE >> _DROPPED
     if signed:
         codes |= bits_of(blocks) >> 24 & 128
     return _in_rows(codes, values.shape).to(torch.uint8), scales[..., 0]
@@ -151,13 +150,87 @@ def _scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return scales.masked_fill(is_zero, 0.0), inverses.masked_fill(is_zero, 0.0)
 
 
-def _codes_of(values: Tensor, noise: Tensor | None, *, signed: bool) -> Tensor:
-    top, least = _TOPS[signed], _LEAST[signed]
-    limited = torch.where(values < top, values, top).clamp_(min=least)
-    codes = bits_of(limited + (1 - least))
-    if noise is None:
-        codes += 1 << _DROPPED - 1
+class State(NamedTuple):
+    """A state of a rule, and how it is stored in 16 or 8 bits; see csrc/step/rules.h."""
+
+    name: str
+    option: str = ""
+    """The option that it depends on."""
+    has_sign: bool = True
+    is_random: bool = True
+    """Whether it is rounded randomly, rather than to the nearest."""
+
+    @property
+    def codes(self) -> str:
+        """The name of its codes in 8 bits, which torch's optimizers do not know."""
+        return f"{self.name}_codes"
+
+    @property
+    def scale(self) -> str:
+        """The name of the scales of its codes."""
+        return f"{self.name}_scale"
+
+    def read(self, state: dict[str, Any]) -> Tensor:
+        """Return its float32 values."""
+        if self.codes in state:
+            return decode(state[self.codes], state[self.scale], signed=self.has_sign)
+        values: Tensor = state[self.name].float()
+        return values
+
+    def write(self, state: dict[str, Any], values: Tensor, noise: Tensor | None = None) -> None:
+        """Write float32 values as the state keeps them; without noise to the nearest."""
+        noise = noise if self.is_random else None
+        if self.codes in state:
+            codes, scales = encode(values, signed=self.has_sign, noise=noise)
+            state[self.codes].copy_(codes)
+            state[self.scale].copy_(scales)
+        elif state[self.name].dtype == torch.bfloat16 and noise is not None:
+            state[self.name].copy_(round_randomly(values, noise >> 16))
+        else:
+            state[self.name].copy_(values)
+
+
+STATES = {
+    "Adam": (State("exp_avg", is_random=False), State("exp_avg_sq", has_sign=False)),
+    "SGD": (State("momentum_buffer", "momentum"),),
+    "Lion": (State("exp_avg"),),
+}
+"""Of rules, in the order of csrc/step/rules.h."""
+
+
+def states_of(rule: str, group: dict[str, Any]) -> list[State]:
+    """Return the states that a group's options ask for."""
+    return [each for each in STATES[rule] if not each.option or group[each.option]]
+
+
+def names_of(rule: str, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
+    """Return the names of the tensors that hold a parameter's states."""
+    states = states_of(rule, group)
+    return [each.codes if each.codes in state else each.name for each in states]
+
+
+def low_of(state: dict[str, Any]) -> Tensor:
+    """View a lower half as int16: it is pairs of bytes, which gloo and NCCL can gather."""
+    low: Tensor = state["low"].view(torch.int16)[..., 0]
+    return low
+
+
+def read_weights(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return a parameter's float32 weights."""
+    if "low" in state and param.dtype == torch.bfloat16:
+        return from_halves(param, low_of(state))
+    return param.float()
+
+
+def write_weights(
+    param: Tensor, state: dict[str, Any], weights: Tensor, noise: Tensor | None = None
+) -> None:
+    """Write float32 weights as the parameter keeps them; without noise to the nearest."""
+    if "low" in state and param.dtype == torch.bfloat16:
+        high, low = to_halves(weights)
+        param.copy_(high)
+        low_of(state).copy_(low)
+    elif param.dtype == torch.bfloat16 and noise is not None:
+        param.copy_(round_randomly(weights, noise))
     else:
-        shift = _DROPPED - 16
-        codes += ((_in_blocks(noise) >> 16 & 0xFFFF) << shift) + (1 << shift - 1)
-    return codes - _ONE >> _DROPPED
+        param.copy_(weights)

@@ -1,4 +1,4 @@
-"""A list of gradients, each read by the backend that serves it, over ranks where others hold parts.
+"""A list of gradients, each read by the backend that serves it.
 
 On the CPU and CUDA compiled code reads dense tensors of 32 and 16 bits, and torch's operators all
 others.
@@ -30,12 +30,6 @@ class Part:
         work, stats = self.backend.reduce(self.packed)
         return Reduced(work[0], stats[1], torch.float32)
 
-    def measure(self, clip: Clip) -> GradStats:
-        """Read every element once, and say how to unscale and clip."""
-        if self.backend is None:
-            return fallback.finish(fallback.reduce(self.tensors), clip)
-        return GradStats(self.backend.grad_stats(self.packed, *clip))
-
     def rescale_(self, factor: Tensor) -> None:
         """Multiply every element by a 0-dim tensor, rounding once to its dtype."""
         factor = moved(factor, self.device)
@@ -46,12 +40,7 @@ class Part:
 
 
 class Grads:
-    """Gradients on any devices, in parts.
-
-    Args:
-        parts: at least one.
-        reduce: reads the parts and adds up over ranks; None where no other rank holds any.
-    """
+    """Gradients on any devices, in parts; `reduce` reads them and adds up over ranks, if any."""
 
     def __init__(
         self, parts: list[Part], reduce: Callable[[list[Part]], Reduced] | None = None
@@ -67,10 +56,11 @@ class Grads:
 
     def measure(self, clip: Clip) -> GradStats:
         """Read every element once; the tensors of `clip` lie on `device`."""
+        first, *others = self._parts
         if self._reduce is not None:
             return fallback.finish(self._reduce(self._parts), clip)
-        if len(self._parts) == 1:
-            return self._parts[0].measure(clip)
+        if first.backend is not None and not others:
+            return GradStats(first.backend.grad_stats(first.packed, *clip))
         return fallback.finish(fallback.add_up([part.reduce() for part in self._parts]), clip)
 
     def rescale_(self, factor: Tensor) -> None:
@@ -86,19 +76,12 @@ class Grads:
 
 def parts_of(tensors: Sequence[Tensor]) -> list[Part]:
     """Hand each of one or more tensors to a backend: a part for each device, or two."""
-    backend = backend_for(tensors[0].device)
-    if backend is not None and not (part := Part(tensors, backend)).packed.rest:
-        return [part]  # the core has looked at the device of each
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    parts = []
-    for device, listed in by_device.items():
-        backend = backend_for(device)
-        part = Part(listed, backend)
-        rest = range(len(listed)) if part.packed is None else part.packed.rest
-        if len(rest) < len(listed):
-            parts.append(part)
-        if rest:
-            parts.append(Part([listed[i] for i in rest]))
-    return parts
+    device, rest, parts = tensors[0].device, tensors, list[Part]()
+    if (backend := backend_for(device)) is not None:
+        part = Part(tensors, backend)
+        rest = [tensors[i] for i in part.packed.rest]  # on other devices, too
+        parts += [part] * (len(rest) < len(tensors))
+    here = [tensor for tensor in rest if tensor.device == device]
+    elsewhere = [tensor for tensor in rest if tensor.device != device]
+    parts += [Part(here)] if here else []
+    return parts + parts_of(elsewhere) if elsewhere else parts

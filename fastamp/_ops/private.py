@@ -33,7 +33,7 @@ def untraced(function: C) -> C:
     return function
 
 
-def has_step_hook(own: dict[str, Any]) -> bool:
+def has_step_hook(attributes: dict[str, Any]) -> bool:
     """Say whether hooks run around an optimizer's step, from its attributes: torch then steps.
 
     Without the names an optimizer counts as hooked, and torch makes all steps.
@@ -41,8 +41,8 @@ def has_step_hook(own: dict[str, Any]) -> bool:
     return bool(
         _BEFORE_STEPS
         or _AFTER_STEPS
-        or own.get("_optimizer_step_pre_hooks", True)
-        or own.get("_optimizer_step_post_hooks", True)
+        or attributes.get("_optimizer_step_pre_hooks", True)
+        or attributes.get("_optimizer_step_post_hooks", True)
     )
 
 

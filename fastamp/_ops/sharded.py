@@ -1,82 +1,139 @@
-"""Gradients that are spread over ranks: DTensors, and plain tensors over a process group.
+"""Gradients over ranks: DTensors, and plain tensors over a process group.
 
-Every rank reads what it holds; one all-reduce in each process group then adds up the sums and the
-flags of all ranks. This module is imported when the first such gradient appears.
+Every rank reads what it holds, and divides its sum of squares by the number of ranks that hold the
+same elements. One all-reduce in each process group adds up the sums and the flags of all ranks.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fastamp._ops.grads import Grads, Part, parts_of
-from fastamp._ops.types import Reduced, local_of
+from fastamp._ops.types import Reduced, is_spread, local_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
 
 class Layout(NamedTuple):
-    """Which ranks hold parts of the same tensors, and whether this rank's elements count."""
+    """How the sum of squares of this rank's parts counts among those of other ranks."""
 
-    groups: tuple[ProcessGroup, ...] = ()
-    """Of the mesh: reduced over one after the other, they cover it."""
-    counts: bool = True
-    """Whether this rank is the first one that holds its elements; only that one counts them."""
-    process_group: ProcessGroup | None = None
-    """The user's, reduced over last."""
-    leads: bool = True
-    """Whether this rank is the first one of its mesh in that group."""
+    groups: tuple[Any, ...] = ()
+    """Process groups of the mesh: reduced over one after the other, they cover it."""
+    replicas: int = 1
+    """How many ranks of the mesh hold the same elements."""
+    shared: int = 1
+    """How many ranks of the mesh are in the user's process group, which is reduced over last."""
 
 
-@torch.no_grad()
-def shards_of(
-    tensors: Sequence[Tensor], process_group: ProcessGroup | None, owners: Iterable[Tensor] = ()
+def hold(
+    tensors: list[Tensor],
+    process_group: "ProcessGroup | None" = None,
+    owners: Iterable[Tensor] = (),
 ) -> Grads | None:
-    """Sort this rank's parts of the tensors by layout; None if no rank holds any.
+    """Return gradients as this rank holds them; None if there are none, here or on other ranks.
 
-    The collectives follow from the owners, which all ranks know: a rank without a gradient, as of
+    The collectives follow from their owners, which all ranks know: a rank without a gradient, as of
     an expert that no token chose, joins in. Partial DTensors are reduced first: in the `.grad` of
-    the owners, or else into copies.
+    the owners, which are given if the gradients will be written, or else into copies.
     """
     owners = list(owners)
-    if owners:
-        tensors = align(owners)
-        placed = _dtensors(owner if owner.grad is None else owner.grad for owner in owners)
-    else:
-        placed = [_summed(tensor) for tensor in _dtensors(tensors)]
-    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    if process_group is None and not any(map(is_spread, [*tensors, *owners])):
+        return Grads(parts_of(tensors)) if tensors else None
+    with torch.no_grad():
+        if owners:
+            tensors = _aligned(owners)
+            placed = [o if o.grad is None else o.grad for o in owners]
+            placed = [each for each in placed if is_spread(each)]
+        else:
+            placed = [_summed(each) for each in tensors if is_spread(each)]
     missing = {id(owner) for owner in owners if owner.grad is None}
     layouts: dict[Layout, list[Tensor]] = {}
     for layout, whole in zip(_layouts(placed, process_group), placed, strict=True):
-        held = layouts.setdefault(layout, [])
+        here = layouts.setdefault(layout, [])
         if id(whole) not in missing:
-            held.append(local_of(whole))
-    if plain or (process_group is not None and not layouts):
-        # The same on all ranks of the largest mesh, and counted on the first one.
-        largest = max(layouts, key=_num_ranks, default=Layout(process_group=process_group))
-        counts = all(one.rank() == 0 for one in largest.groups)
-        layouts.setdefault(largest._replace(counts=counts), []).extend(plain)
+            here.append(local_of(whole))
+    plain = [each for each in tensors if not is_spread(each)]
+    if plain or not layouts:
+        # The same on all ranks of the largest mesh.
+        largest = max(layouts, key=_num_ranks, default=Layout())
+        whole_mesh = largest._replace(replicas=_num_ranks(largest))
+        layouts.setdefault(whole_mesh, []).extend(plain)
     device = next((each.device for each in (*tensors, *owners)), torch.device("cpu"))
     parts, of_parts = [], []
-    for layout, held in layouts.items():
+    for layout, here in layouts.items():
         # A rank that holds nothing of a layout joins its all-reduce with an empty tensor.
-        found = parts_of(held or [torch.empty(0, dtype=torch.float32, device=device)])
-        parts += found
-        of_parts += [layout] * len(found)
-    meshes = {id(each.device_mesh): each.device_mesh for each in placed if process_group is None}
-    return Grads(parts, partial(_reduce, of_parts, [*meshes.values()])) if parts else None
+        its_parts = parts_of(here or [torch.empty(0, dtype=torch.float32, device=device)])
+        parts += its_parts
+        of_parts += [layout] * len(its_parts)
+    meshes = [cast(Any, each).device_mesh for each in placed if process_group is None]
+    return Grads(parts, partial(_reduce, of_parts, meshes, process_group))
 
 
-def _refuse_submeshes(meshes: Sequence[DeviceMesh]) -> None:
+def gather(
+    items: list[T], tensors: Iterable[Tensor], process_group: "ProcessGroup | None"
+) -> list[T]:
+    """Join the lists of all ranks that hold parts of tensors, in rank order."""
+    layouts = _layouts([each for each in tensors if is_spread(each)], process_group)
+    groups = [*dict.fromkeys(group for layout in layouts for group in layout.groups)]
+    by_rank: dict[int, list[T]] = {dist.get_rank(): items}
+    for group in groups if process_group is None else [*groups, process_group]:
+        others: list[Any] = [None] * group.size()
+        dist.all_gather_object(others, by_rank, group)
+        for other in others:
+            by_rank |= other
+    return [item for rank in sorted(by_rank) for item in by_rank[rank]]
+
+
+def replicated(value: Tensor, like: Iterable[Tensor]) -> Tensor:
+    """Return a value that all ranks have: among DTensors as a DTensor, as torch's norms are."""
+    mesh: Any = next((getattr(each, "device_mesh", None) for each in like if is_spread(each)), None)
+    if mesh is None:
+        return value
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - takes half a second
+
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+@torch.no_grad()
+def _reduce(
+    layouts: Sequence[Layout],
+    meshes: Sequence[Any],
+    process_group: "ProcessGroup | None",
+    parts: Sequence[Part],
+) -> Reduced:
+    """Read this rank's parts, then add up over all ranks; the result is the same on each."""
+    _refuse_submeshes(meshes)
+    reduced = [part.reduce() for part in parts]
+    like = reduced[0].total
+    found_inf = torch.stack([part.found_inf.to(like) for part in reduced]).amax()
+    sums: dict[tuple[Any, int], Tensor] = {}
+    for layout, part in zip(layouts, reduced, strict=True):
+        key = layout.groups, layout.shared
+        sums[key] = sums.get(key, 0.0) + part.total.to(like) / layout.replicas
+    totals = []
+    for (groups, shared), total in sums.items():
+        for group in groups:
+            found_inf, total = _all_reduce([found_inf, total], group)  # noqa: PLW2901
+        totals.append(total / shared)
+    total = torch.stack(totals).sum()
+    if process_group is not None:
+        found_inf, total = _all_reduce([found_inf, total], process_group)
+    dtype = max((part.dtype for part in reduced), key=lambda dtype: dtype.itemsize)
+    return Reduced(total, found_inf.clamp(max=1.0).to(torch.float32), dtype)
+
+
+def _refuse_submeshes(meshes: Sequence[Any]) -> None:
     """Refuse meshes of different ranks, as torch does: other ranks may have other tensors."""
-    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes if len(meshes) > 1}
+    different = {id(mesh): mesh for mesh in meshes}.values()
+    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in different}
     if len(ranks) > 1:
         msg = f"gradients on meshes of different ranks, {sorted(ranks)}: ranks would get different "
         msg += "norms. Give process_group= if each mesh holds tensors of its own (experts); put "
@@ -84,124 +141,60 @@ def _refuse_submeshes(meshes: Sequence[DeviceMesh]) -> None:
         raise ValueError(msg)
 
 
-def gather(found: list[T], tensors: Iterable[Tensor], group: ProcessGroup | None) -> list[T]:
-    """Join the lists of all ranks that hold parts of the tensors, in rank order."""
-    known = {dist.get_rank(): found}
-    groups = _mesh_groups(_layouts(_dtensors(tensors), group))
-    for one in groups if group is None else [*groups, group]:
-        others: list[Any] = [None] * one.size()
-        dist.all_gather_object(others, known, one)
-        for other in others:
-            known |= other
-    return [item for rank in sorted(known) for item in known[rank]]
-
-
-@torch.no_grad()
-def _reduce(
-    layouts: Sequence[Layout], meshes: Sequence[DeviceMesh], parts: Sequence[Part]
-) -> Reduced:
-    """Read this rank's parts, then add up over all ranks; the result is the same on each."""
-    _refuse_submeshes(meshes)
-    reduced = [part.reduce() for part in parts]
-    like = reduced[0].total
-    found = torch.stack([part.found_inf.to(like) for part in reduced]).amax()
-    sums: dict[Layout, Tensor] = {}
-    for layout, part in zip(layouts, reduced, strict=True):
-        own = part.total.to(like) if layout.counts else torch.zeros_like(like)
-        key = layout._replace(counts=True)
-        sums[key] = sums[key] + own if key in sums else own
-    for group in _mesh_groups(sums):
-        inside = [layout for layout in sums if group in layout.groups]
-        found, *totals = _all_reduce([found, *(sums[layout] for layout in inside)], group)
-        sums |= zip(inside, totals, strict=True)
-    leading = [part if layout.leads else torch.zeros_like(part) for layout, part in sums.items()]
-    total = torch.stack(leading).sum()
-    process_group = next(iter(sums)).process_group
-    if process_group is not None:
-        found, total = _all_reduce([found, total], process_group)
-    dtype = max((part.dtype for part in reduced), key=lambda dtype: dtype.itemsize)
-    return Reduced(total, found.clamp(max=1.0).to(torch.float32), dtype)
-
-
-@torch.no_grad()
-def align(parameters: Iterable[Tensor]) -> list[Tensor]:
+def _aligned(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Redistribute gradients to their parameters' placements, as optimizers do; return them."""
     grads = []
     for parameter in parameters:
-        grad: Any = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
-            wanted = parameter.placements
-            if grad.placements != wanted:
-                if grad.device_mesh == parameter.device_mesh:
-                    grad = parameter.grad = grad.redistribute(placements=wanted)
-                elif grad is not (whole := _summed(grad)):
-                    grad = parameter.grad = whole
-        if grad is not None:
-            grads.append(grad)
+        param, grad = cast(Any, parameter), cast(Any, parameter.grad)
+        if is_spread(param) and is_spread(grad) and grad.placements != param.placements:
+            if grad.device_mesh == param.device_mesh:
+                parameter.grad = grad.redistribute(placements=param.placements)
+            elif grad is not (whole := _summed(grad)):
+                parameter.grad = whole
+        if parameter.grad is not None:
+            grads.append(parameter.grad)
     return grads
 
 
-def replicated(value: Tensor, like: Iterable[Tensor]) -> Tensor:
-    """Return a value that all ranks have as a DTensor on the first mesh, as torch's norms are."""
-    mesh = next((each.device_mesh for each in like if isinstance(each, DTensor)), None)
-    if mesh is None:
-        return value
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def _summed(tensor: Any) -> Any:
+    """Return a DTensor with the sums of its partial values."""
+    if not any(place.is_partial() for place in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 - takes half a second
 
-
-def _summed(tensor: DTensor) -> DTensor:
     summed = [Replicate() if place.is_partial() else place for place in tensor.placements]
-    return tensor if tuple(summed) == tensor.placements else tensor.redistribute(placements=summed)
+    return tensor.redistribute(placements=summed)
 
 
 def _num_ranks(layout: Layout) -> int:
     return math.prod(group.size() for group in layout.groups)
 
 
-def _dtensors(tensors: Iterable[Tensor]) -> list[DTensor]:
-    return [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+def _layouts(tensors: Iterable[Any], process_group: "ProcessGroup | None") -> list[Layout]:
+    """Return the layout of each DTensor; most have the same."""
+    layout_of = cache(partial(_layout, process_group))
+    return [layout_of(tensor.device_mesh, tensor.placements) for tensor in tensors]
 
 
-def _layouts(tensors: Iterable[DTensor], process_group: ProcessGroup | None) -> list[Layout]:
-    """Return the layout of each tensor; most have that of the one before."""
-    mesh, placements, found = None, None, []
-    for tensor in tensors:
-        its_mesh, its_placements = tensor.device_mesh, tensor.placements
-        if its_mesh is not mesh or its_placements != placements:
-            mesh, placements = its_mesh, its_placements
-            layout = _layout(mesh, placements, process_group)
-        found.append(layout)
-    return found
-
-
-def _layout(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], process_group: ProcessGroup | None
-) -> Layout:
-    """Return the groups to reduce over; each element counts on one rank only."""
-    place = cast("tuple[int, ...]", mesh.get_coordinate())
-    counts = all(i == 0 for i, p in zip(place, placements, strict=True) if p.is_replicate())
+def _layout(process_group: "ProcessGroup | None", mesh: Any, placements: tuple[Any, ...]) -> Layout:
+    sizes = [mesh.size(dim) for dim, place in enumerate(placements) if place.is_replicate()]
     groups = mesh.get_all_groups()
     if mesh.size() == dist.get_world_size():
-        groups = [cast(ProcessGroup, dist.group.WORLD)]  # one for all dimensions
-    leads = True
+        groups = [dist.group.WORLD]  # one for all dimensions
+    shared = 1
     if process_group is not None:
         ranks = {*mesh.mesh.flatten().tolist()}
-        shared = ranks & {*dist.get_process_group_ranks(process_group)}
-        leads = dist.get_rank() == min(shared)
-        if shared == ranks:
-            groups, leads = [], True  # the process group covers the mesh
-    return Layout(tuple(g for g in groups if g.size() > 1), counts, process_group, leads)
+        shared = len(ranks & {*dist.get_process_group_ranks(process_group)})
+        if shared == len(ranks):
+            groups, shared = [], 1  # the process group covers the mesh
+    groups = [group for group in groups if group.size() > 1]
+    return Layout(tuple(groups), math.prod(sizes), shared)
 
 
-def _mesh_groups(layouts: Iterable[Layout]) -> list[ProcessGroup]:
-    """Return the groups of all meshes, in an order that is the same on all ranks."""
-    return [*dict.fromkeys(group for layout in layouts for group in layout.groups)]
-
-
-def _all_reduce(values: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor, ...]:
+def _all_reduce(values: Sequence[Tensor], group: "ProcessGroup") -> tuple[Tensor, ...]:
     packed = torch.stack([*values])
     # Gradients may have been moved to the CPU, where the group has no backend.
     devices = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
-    moved = packed if packed.device.type in devices else packed.to(devices[0])
-    dist.all_reduce(moved, group=group)
-    return moved.to(packed.device).unbind()
+    there = packed if packed.device.type in devices else packed.to(devices[0])
+    dist.all_reduce(there, group=group)
+    return there.to(packed.device).unbind()

@@ -1,18 +1,30 @@
 """What a read of gradients takes and returns, and which tensors compiled code may read."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from fastamp._ops.private import local_tensor
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
+def unread(found_inf: Tensor | None = None) -> list[Tensor]:
+    """Return the statistics of gradients that were not read."""
+    found_inf = torch.zeros((), dtype=torch.float32) if found_inf is None else found_inf
+    nan, one = torch.full_like(found_inf, torch.nan), torch.ones_like(found_inf)
+    return [nan, found_inf, one, one, one]
+
+
 def _value(place: int) -> Any:
-    return property(lambda self: self._values[place])
+    def read(self: "GradStats") -> Tensor:
+        return (unread() if self.values is None else self.values)[place]
+
+    return property(read)
 
 
 class GradStats:
@@ -23,29 +35,30 @@ class GradStats:
     Args:
         values: norm, found_inf, clip_coef, factor and scale; from compiled code one tensor of five
             elements, of which views are made only if somebody looks: five tensors take a tenth of
-            a small network's step.
+            a small network's step. None where nothing was read.
     """
 
-    __slots__ = ("_values",)
-
     norm: Tensor = _value(0)
-    """Norm of the unscaled gradients."""
+    """Norm of the unscaled gradients before clipping; NaN where they were not read."""
     found_inf: Tensor = _value(1)
-    """1.0 where any element is inf or NaN, or an earlier read found one, else 0.0."""
+    """1.0 where any element is inf or NaN, or an earlier read found one, else 0.0. Then the step
+    is skipped."""
     clip_coef: Tensor = _value(2)
-    """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula."""
+    """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; 1 without clipping."""
     factor: Tensor = _value(3)
     """clip_coef / scale: multiply the gradients by this."""
     scale: Tensor = _value(4)
-    """The loss scale at the time of the read."""
+    """The loss scale at the time of the read; 1 without scaling."""
 
-    def __init__(self, values: Tensor | Sequence[Tensor]) -> None:
-        self._values = values
+    def __init__(self, values: Tensor | Sequence[Tensor] | None) -> None:
+        self.values = values
 
-    def replace(self, **changed: Tensor) -> "GradStats":
+    def replace(self, **changed: Tensor) -> Self:
         """Return a copy in which the statistics of these names are others."""
         names = ("norm", "found_inf", "clip_coef", "factor", "scale")
-        return GradStats([changed.get(name, getattr(self, name)) for name in names])
+        other = copy.copy(self)
+        other.values = [changed.get(name, getattr(self, name)) for name in names]
+        return other
 
 
 class Clip(NamedTuple):
@@ -78,7 +91,7 @@ NO_GRADIENT = Why("no gradient", "no parameter has a gradient")
 
 
 class Reduced(NamedTuple):
-    """What one read of a part of the gradients found, to be joined with the other parts'."""
+    """The result of one read of a part of the gradients, to be added to the other parts'."""
 
     total: Tensor
     """0-dim: the sum of squares, in float64 where the device has it."""
@@ -91,6 +104,11 @@ class Reduced(NamedTuple):
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
     """Return a 0-dim tensor on a device. Only the way to the CPU, where it is read next, waits."""
     return scalar.to(device, non_blocking=device.type != "cpu")
+
+
+def is_spread(tensor: Any) -> bool:
+    """Say whether a tensor is a DTensor."""
+    return type(tensor) not in PLAIN_TYPES and hasattr(tensor, "placements")
 
 
 def local_of(tensor: Any) -> Tensor:

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from fastamp._ops.choose import why_fallback
-from fastamp._ops.reinstall import pip_install
+from fastamp._ops.choose import PIP_INSTALL, why_fallback
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.measure import limit
 from fastamp.bench.record import Report, Task, read_json
@@ -54,14 +53,14 @@ def _look() -> Report:
         rows.append({"device": str(device), "served by": "pure Python" if lack else compiled})
         if lack is not None:
             text = f"{device} is served by pure Python, which is slower"
-            notes.append(_finding(text, lack.text, lack.mend))
+            notes.append(_finding(text, lack))
     notes += _examine_torch()
     for kind in dict.fromkeys(device.type for device in devices if device.type != "mps"):
         if (reason := no_speed_reason(kind, "bf16")) is not None:
             mend = f"train in FP32 there, without torch.autocast({kind!r})"
             notes.append(_finding(f"bf16 has no speed-up to expect on {kind}", reason, mend))
     if importlib.util.find_spec(EXTRA) is None:
-        mend = f"{pip_install()} {EXTRA}"
+        mend = f"{PIP_INSTALL} {EXTRA}"
         notes.append(_finding("not installed", f"{EXTRA}, if you need it", mend))
     return Report(table=rows, notes=notes or ["nothing is missing"])
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fastamp.metrics.series import ScalarStats
 from fastamp.metrics.sinks import Scalar, require
@@ -46,7 +47,12 @@ class ScalerWatch:
 
     def stepped(self) -> None:
         """Log the scaler's last step: in one tensor, since each costs a copy on its device."""
-        self._log(self._scalars_of, self._scaler.last_step.values, self.step)
+        report = self._scaler.last_step
+        values = report.values  # of the core: the norm, found_inf, three more, at last the scale
+        if not isinstance(values, Tensor):
+            parts = report.norm, report.found_inf, report.scale
+            values = torch.stack([part.to(report.norm.device) for part in parts])
+        self._log(self._scalars_of, values, self.step)
 
     def updated(self) -> None:
         """Count a step."""

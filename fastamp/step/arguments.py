@@ -1,6 +1,5 @@
 """Checks of arguments, made before anything changes; errors name the argument."""
 
-import math
 from typing import Any
 
 import torch.distributed as dist
@@ -22,29 +21,18 @@ def check_optimizers(optimizers: list[Any], needed: str) -> None:
             raise ValueError(msg)
 
 
-def as_bound(name: str, value: float) -> float:
-    """Return a bound such as `max_norm` as a float of at least 0, or raise an error naming it."""
+def as_bound(name: str, value: Any, *, above_zero: bool = False) -> float:
+    """Return an argument as a float of at least 0, or above it, or raise an error naming it."""
     try:
-        bound = float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         several = hasattr(value, "param_groups")
         got = "an optimizer: several go into a list" if several else f"{value!r:.200}"
         msg = f"{name}: expected a number, got {got}"
         raise TypeError(msg) from error
-    if not bound >= 0:
-        msg = f"{name}: expected a number of at least 0, got {value!r}"
-        raise ValueError(msg)
-    return bound
-
-
-def above_zero(name: str, value: Any) -> float:
-    """Return an argument as a float above 0, or raise an error that names it."""
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not number > 0:
-        msg = f"{name}: expected a number above 0, got {value!r:.200}"
+    if not (number > 0 or (number == 0 and not above_zero)):
+        bound = "above 0" if above_zero else "of at least 0"
+        msg = f"{name}: expected a number {bound}, got {value!r}"
         raise ValueError(msg)
     return number
 

@@ -24,12 +24,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the norm of all gradients together, in place, as `torch.nn.utils.clip_grad_norm_`.
 
-    The gradients are read once, and written once only if their norm is too large. The norm differs
-    from torch's on purpose where torch's is inexact: squares are summed in float64, so it cannot
-    overflow and is exact to the last float32 bit. DTensors may have any placements on meshes
-    of the same ranks, mixed with plain tensors that are the same on all these ranks. They cost one
-    all-reduce for each process group; all ranks get the same norm. In a graph of torch.compile,
-    torch's function handles DTensors.
+    The gradients are read once, and written once only if their norm is too large. Squares are
+    summed in float64: unlike torch's, the norm cannot overflow and is exact to the last float32
+    bit. DTensors may have any placements on meshes of the same ranks, mixed with plain tensors that
+    are the same on all these ranks. They cost one all-reduce for each process group. In a graph of
+    torch.compile, torch's function handles DTensors.
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
@@ -45,8 +44,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
-            index of the first such parameter; the gradients are unchanged. Or a gradient was made
-            in inference mode, and this is called outside of it.
+            index of the first such parameter; the gradients are unchanged.
         TypeError: `max_norm` is not a number.
         ValueError: `max_norm` is NaN or below 0.
 
@@ -58,17 +56,15 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    given, parameters = parameters, _as_list(parameters)
+    parameters = _as_list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     max_norm = as_bound("max_norm", max_norm)
     norm_type = float(norm_type)
     read = None
     if norm_type == 2 and not torch.compiler.is_compiling():
         read = _ops.hold(grads, owners=parameters)
-    if read is None:  # torch warns of an empty generator
-        given = parameters or given
-        return torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    _refuse_inference_tensors(read.tensors)
+    if read is None:
+        return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     stats = read.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
     if error_if_nonfinite and not stats.norm.isfinite():
         raise RuntimeError(_nonfinite_message([p.grad for p in parameters]))
@@ -87,17 +83,9 @@ def get_total_norm(
 
     Args:
         tensors: a tensor or an iterable of tensors; any shapes, dtypes, layouts and devices.
-        norm_type: order of the norm; other orders than 2 are torch's own functions'.
-        error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
-        foreach: accepted for compatibility; fastamp always handles the list as a whole.
-
-    Returns:
-        A 0-dim tensor on the first tensor's device, of DTensors a replicated one; float64 where a
-        tensor has 64 bits, float32 elsewhere.
-
-    Raises:
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
-            index of the first such tensor.
+        norm_type: as in `clip_grad_norm_`.
+        error_if_nonfinite: as in `clip_grad_norm_`.
+        foreach: as in `clip_grad_norm_`, as are the results and errors.
 
     Example:
         >>> fastamp.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
@@ -121,15 +109,6 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return list(tensors)
-
-
-def _refuse_inference_tensors(grads: list[Tensor]) -> None:
-    """Raise torch's error for in-place writes to inference tensors, before any is written."""
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return  # dynamo cannot trace this check
-    if any(map(torch.Tensor.is_inference, grads)):
-        msg = "Inplace update to inference tensor outside InferenceMode is not allowed."
-        raise RuntimeError(msg)
 
 
 def _nonfinite_message(tensors: Iterable[Tensor | None]) -> str:

@@ -9,25 +9,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import formats, local_of, torch_update
+from fastamp._ops import formats, is_spread, local_of
 from fastamp.step import native
-from fastamp.step.shards import is_spread
 
 MOMENTS = ("float32", "bfloat16", "8bit")
 _LEAST_EPS = 1e-12
 _FEW = 1 << 16  # elements whose moments are not worth a warning
 # Of a group: these stay as they are when a state is loaded, the rest is loaded.
-_OWN = ("moments", "exact", "fused")
+_STAY = ("moments", "exact", "fused")
 _NOT_LOADED = ("amsgrad", "foreach", "capturable", "differentiable")  # of torch's groups
 _OF_TORCH = {"eps": torch.optim.AdamW, "momentum": torch.optim.SGD}
 """torch's optimizers, by an option that no other lean one has."""
+_REMEDY = "optimizer.load_state_dict(optimizer.state_dict()) converts a state after a change of "
+_REMEDY += "`exact` or of a parameter, del optimizer.state[parameter] lets it begin anew, "
+_REMEDY += (
+    "parameter.data = parameter.data.contiguous() closes gaps in memory, and gradients lie in "
+)
+_REMEDY += "their parameter's order: torch.empty_like(parameter).copy_(parameter.grad)"
 
 
 class Lean(Optimizer):
     """An optimizer whose step is one call of the core, with its states in fewer bytes."""
 
     rule = ""
-    """The name of its rule in csrc/step/rules.h and in `_ops.torch_update`."""
+    """The name of its rule in csrc/step/rules.h and in `_ops.formats`."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, {**options, "fused": True})
@@ -51,21 +56,22 @@ class Lean(Optimizer):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex or on another device; `exact`, or a
-                parameter's dtype, shape or order of memory, changed after its first step; or a
-                state was set that has 8-bit codes.
+            RuntimeError: a gradient is sparse, complex, on another device or in another order of
+                memory than its parameter; tensors share memory; `exact`, or a parameter's dtype,
+                shape or order of memory, changed after its first step; or a state was set that has
+                8-bit codes. The parameter is named.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if all(param.grad is None for param in native.parameters_of([self])):
-            return loss
-        found = native.read_own(self)
-        if isinstance(found, _ops.Why):
-            msg = f"fastamp.{type(self).__name__} cannot make this step: {found.text}"
+        params = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        step = native.read_own(self) if params else None
+        if isinstance(step, _ops.Why):
+            msg = f"fastamp.{type(self).__name__} cannot make this step: {step.text}; {_REMEDY}"
             raise RuntimeError(msg)  # noqa: TRY004 - a reason, not a type
-        found.apply(None, None, zero_grad=False)
+        if step is not None:
+            step.apply(None, None, zero_grad=False)
         return loss
 
     @torch.no_grad()
@@ -75,7 +81,7 @@ class Lean(Optimizer):
         Of a DTensor it is this rank's shard.
         """
         return [
-            torch_update.read_weights(local_of(p), _local_state(self.state.get(p, {}))).clone()
+            formats.read_weights(local_of(p), _local_state(self.state.get(p, {}))).clone()
             for p in native.parameters_of([self])
         ]
 
@@ -96,31 +102,27 @@ class Lean(Optimizer):
             msg = f"weights: expected tensors of the shapes {shapes}, got {given}"
             raise ValueError(msg)
         for (group, param), new in zip(params, weights, strict=True):
-            if torch_update.has_low(param, group) and "low" not in self.state[param]:
+            if _has_low(group, param) and "low" not in self.state[param]:
                 self.state[param] = self._new_state(group, param)
             state = _local_state(self.state.get(param, {}))
-            torch_update.write_weights(local_of(param), state, new.to(param.device, torch.float32))
+            formats.write_weights(local_of(param), state, new.to(param.device, torch.float32))
 
-    def make_states(self) -> str | None:
-        """Make missing states of parameters with a gradient; or say why it cannot be."""
-        for group in self.param_groups:
-            states = torch_update.states_of(self.rule, group)
-            for param in group["params"]:
-                state = self.state[param] if param.grad is not None else {}
-                names = ["step", *torch_update.names_of(states, state)]
-                if param.grad is None or all(name in state for name in names):
-                    continue
-                if param.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    return "a graph captures the first step"
+    def make_states(self, params: list[tuple[dict[str, Any], Tensor]]) -> None:
+        """Make what is missing of the states of parameters, each given with its group."""
+        for group, param in params:
+            state = self.state[param]
+            names = ["step", *formats.names_of(self.rule, group, state)]
+            if any(name not in state for name in names):
                 self.state[param] = {**self._new_state(group, param), **state}
-        return None
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         """Return a parameter's state before its first step."""
         state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
-        if torch_update.has_low(param, group):
-            state["low"] = _low_like(param)
-        for each in torch_update.states_of(self.rule, group):
+        if _has_low(group, param) and is_spread(param):
+            state["low"] = zeros_beside(param, (*param.shape, 2), torch.uint8)
+        elif _has_low(group, param):  # two bytes for each element, in its order of memory
+            state["low"] = torch.zeros_like(param, dtype=torch.int16)[..., None].view(torch.uint8)
+        for each in formats.states_of(self.rule, group):
             if group["moments"] == "8bit" and formats.has_rows(param):
                 state[each.codes] = torch.zeros_like(param, dtype=torch.uint8)
                 shape = formats.shape_of_scales(param)
@@ -143,22 +145,9 @@ class Lean(Optimizer):
                 supported, or a state has another dtype than it was saved in; the optimizer is
                 unchanged.
         """
-        loaded: dict[Tensor, dict[str, Any]] = {}
-
-        def convert(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            groups, found = self._loadable(given)
-            loaded.update(found)
-            return {**given, "state": {}, "param_groups": groups}
-
-        def fill(_: Optimizer) -> None:
-            self.state.update(loaded)
-
-        # Between the hooks of others, which see all of the state.
-        with (
-            self.register_load_state_dict_pre_hook(convert),
-            self.register_load_state_dict_post_hook(fill, prepend=True),
-        ):
-            super().load_state_dict(state_dict)
+        groups, loaded = self._loadable(state_dict)
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        self.state.update(loaded)
 
     def _loadable(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Tensor, Any]]:
         """Return the groups of a saved state, and its states in this optimizer's formats."""
@@ -171,12 +160,12 @@ class Lean(Optimizer):
             msg = f"state_dict: groups of {sizes[0]} parameters; this optimizer has {sizes[1]}"
             raise ValueError(msg)
         groups, loaded = [], {}
-        for group, own in zip(saved_groups, self.param_groups, strict=True):
+        for group, ours in zip(saved_groups, self.param_groups, strict=True):
             new = {name: value for name, value in group.items() if name not in _NOT_LOADED}
-            stay = {name: own[name] for name in _OWN}
-            groups.append({**self.defaults, "seed": own["seed"], **new, **stay})
+            stay = {name: ours[name] for name in _STAY}
+            groups.append({**self.defaults, "seed": ours["seed"], **new, **stay})
             _check_options(groups[-1])
-            for place, param in zip(group["params"], own["params"], strict=True):
+            for place, param in zip(group["params"], ours["params"], strict=True):
                 if saved.get(place):
                     loaded[param] = self._converted(saved[place], groups[-1], param, place)
         return groups, loaded
@@ -186,24 +175,22 @@ class Lean(Optimizer):
     ) -> dict[str, Any]:
         """Return a saved state in the formats of a parameter."""
         state = self._new_state(group, param)
-        states = torch_update.states_of(self.rule, group)
-        own, theirs = _local_state(state), _local_state(saved)
-        names = torch_update.names_of(states, theirs)
-        if missing := {*names, *(["step"] if self.rule == "Adam" else [])} - saved.keys():
+        states = formats.states_of(self.rule, group)
+        ours, theirs = _local_state(state), _local_state(saved)
+        needed = {*formats.names_of(self.rule, group, theirs)}
+        needed |= {"step"} if self.rule == "Adam" else set()
+        if missing := needed - saved.keys():
             msg = f"state_dict: parameter {place} has no {', '.join(sorted(missing))}"
             raise ValueError(msg)
-        _check_saved(states, theirs, place)
-        state["step"].fill_(float(saved.get("step", 0)))
-        pairs = list(zip(torch_update.names_of(states, own), names, strict=True))
-        for name, its in [*pairs, *((s.scale, s.scale) for s in states), ("low", "low")]:
-            if name not in own or theirs.get(its) is None:
-                continue
-            _check_shape(own[name], theirs[its], its, place)
-            if name == its:
-                own[name].copy_(theirs[its])
-        for each, (name, its) in zip(states, pairs, strict=True):
-            if name != its and theirs[its] is not None:
-                each.write(own, each.read(theirs))
+        theirs = {name: value for name, value in theirs.items() if value is not None}
+        _check_saved(states, theirs, local_of(param).shape, place)
+        state["step"].fill_(float(theirs.pop("step", 0)))
+        for each in states:
+            is_there = each.codes in theirs or each.name in theirs
+            if is_there and (each.codes in theirs) != (each.codes in ours):
+                each.write(ours, each.read(theirs))
+        for name in ours.keys() & theirs.keys():  # in the same format: bit for bit
+            ours[name].copy_(theirs[name])
         return state
 
 
@@ -244,7 +231,7 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
             msg = f"state_dict: the state of parameter {place} is a DTensor; gather it first"
             raise TypeError(msg)
         states[place] = {"step": state["step"].clone()} if is_adam else {"momentum_buffer": None}
-        for each in torch_update.RULES["Adam" if is_adam else "SGD"][0]:
+        for each in formats.STATES["Adam" if is_adam else "SGD"]:
             if {each.name, each.codes} & state.keys():
                 states[place][each.name] = each.read(state).clone()
     return {"state": states, "param_groups": groups}
@@ -262,17 +249,15 @@ def refuse(optimizer: type, *, dampening: float = 0.0, **options: Any) -> None:
 
 def _check_options(group: dict[str, Any]) -> None:
     """Refuse the options of a group; numbers of NumPy and tensors become floats, for the core."""
-    lr, betas, moments, seed = (group.get(name) for name in ("lr", "betas", "moments", "seed"))
-    numbers = {"lr", "eps", "weight_decay", "momentum", "dampening"} & group.keys()
+    lr, moments, seed = (group[name] for name in ("lr", "moments", "seed"))
     if isinstance(lr, Tensor):
-        numbers -= {"lr"}
-        _require(lr.numel() == 1, f"lr: expected a number or a tensor of one, got {lr.numel()}")
-        _require(lr >= 0, f"lr: expected at least 0, got {float(lr)}")
-    for name in numbers:
-        group[name] = _as_float(name, group[name])
-        _require(group[name] >= 0, f"{name}: expected at least 0, got {group[name]}")
-    if betas is not None:
-        group["betas"] = betas = tuple(_as_float("betas", beta) for beta in betas)
+        _require(lr.numel() == 1 and lr >= 0, f"lr: expected one number of at least 0, got {lr}")
+    for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
+        if name in group and not isinstance(group[name], Tensor if name == "lr" else ()):
+            group[name] = _as_float(name, group[name])
+            _require(group[name] >= 0, f"{name}: expected at least 0, got {group[name]}")
+    if "betas" in group:
+        group["betas"] = betas = tuple(_as_float("betas", beta) for beta in group["betas"])
         is_valid = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
         _require(is_valid, f"betas: expected two numbers from 0 to below 1, got {betas}")
     refuse(torch.optim.SGD, dampening=group.get("dampening", 0.0))
@@ -300,34 +285,30 @@ def _as_float(name: str, value: Any) -> float:
 
 def _check_parameters(group: dict[str, Any], place: int) -> None:
     """Refuse parameters that no step could update, and say where 8 bits save little."""
-    flat, whole = {}, 0
+    flat = {}
     for index, param in enumerate(group["params"]):
         name = f"param_groups[{place}]['params'][{index}]"
-        if param.requires_grad and param.dtype not in torch_update.DTYPES:
+        if param.requires_grad and param.dtype not in formats.DTYPES:
             msg = f"params: expected float32 or bfloat16, {name} is {param.dtype}"
             raise TypeError(msg)
-        if group["moments"] != "8bit":
-            continue
         placements: Any = getattr(param, "placements", ())
-        if not all(each.is_replicate() or each.is_shard(0) for each in placements):
+        by_rows = all(each.is_replicate() or each.is_shard(0) for each in placements)
+        if group["moments"] == "8bit" and not by_rows:
             msg = f"moments='8bit': {name} is a DTensor that is not sharded by its first dimension "
             msg += f"but as {placements}; moments='bfloat16' has no blocks"
             raise ValueError(msg)
-        whole += param.numel()
-        if param.dim() < 2:
+        if group["moments"] == "8bit" and param.dim() < 2:
             flat[name] = param.numel()
-    if sum(flat.values()) > max(whole / 2, _FEW):
+    count = sum(param.numel() for param in group["params"])
+    if sum(flat.values()) > max(count / 2, _FEW):
         largest = max(flat, key=lambda name: flat[name])
         msg = f"moments='8bit' saves nothing for {largest} and others of one dimension, as FSDP1's "
         msg += "flat parameters: they keep float32; FSDP2 (fully_shard) keeps rows"
         warnings.warn(msg, stacklevel=5)
 
 
-def _low_like(param: Tensor) -> Tensor:
-    """Return a zero lower half: two bytes for each element, in the parameter's order of memory."""
-    if is_spread(param):
-        return zeros_beside(param, (*param.shape, 2), torch.uint8)
-    return torch.zeros_like(param, dtype=torch.int16)[..., None].view(torch.uint8)
+def _has_low(group: dict[str, Any], param: Tensor) -> bool:
+    return bool(group["exact"]) and param.dtype == torch.bfloat16
 
 
 def zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -345,21 +326,22 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value if value is None else local_of(value) for name, value in state.items()}
 
 
-def _check_saved(states: list[torch_update.State], saved: dict[str, Any], place: object) -> None:
-    """Refuse tensors of a saved state that have another dtype than they were saved in."""
-    floats, bytes_ = (torch.float32, torch.bfloat16), (torch.uint8,)
-    dtypes: dict[str, tuple[torch.dtype, ...]] = {"low": bytes_}
+def _check_saved(
+    states: list[formats.State], saved: dict[str, Any], shape: torch.Size, place: object
+) -> None:
+    """Refuse tensors of another shape, or of another dtype than they were saved in."""
+    bytes_, floats = (torch.uint8,), formats.DTYPES
+    expected: dict[str, Any] = {"low": (bytes_, (*shape, 2))}
     for each in states:
-        dtypes |= {each.name: floats, each.codes: bytes_, each.scale: (torch.float32,)}
-    for name, expected in dtypes.items():
-        if saved.get(name) is not None and saved[name].dtype not in expected:
-            msg = f"state_dict: {name} of parameter {place} is {saved[name].dtype}, expected "
-            msg += f"{' or '.join(map(str, expected))}: something converted it since it was saved"
+        expected |= {each.codes: (bytes_, shape), each.name: (floats, shape)}
+        expected[each.scale] = (floats[:1], None)
+    for name in expected.keys() & saved.keys():
+        dtypes, its_shape = expected[name]
+        got = f"state_dict: {name} of parameter {place}"
+        if its_shape is not None and saved[name].shape != its_shape:
+            msg = f"{got} has the shape {tuple(saved[name].shape)}, expected {tuple(its_shape)}"
             raise ValueError(msg)
-
-
-def _check_shape(own: Tensor, saved: Tensor, name: str, place: object) -> None:
-    if own.shape != saved.shape:
-        shapes = f"{tuple(saved.shape)}, expected {tuple(own.shape)}"
-        msg = f"state_dict: {name} of parameter {place} has the shape {shapes}"
-        raise ValueError(msg)
+        if saved[name].dtype not in dtypes:
+            msg = f"{got} is {saved[name].dtype}, expected {' or '.join(map(str, dtypes))}: "
+            msg += "something converted it since it was saved"
+            raise ValueError(msg)

@@ -5,8 +5,7 @@ then an update of each optimizer. By torch gradients are unscaled and clipped in
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from fastamp import _ops
 from fastamp._ops import Clip, Grads, GradStats, Why
 from fastamp.step import muon, native
-from fastamp.step.report import StepReport, unread
+from fastamp.step.report import StepReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,10 +36,7 @@ class SkipCounts(dict[torch.device, Tensor]):
                     "would reset the count of skipped steps: make one step before the capture"
                 )
                 raise RuntimeError(msg)
-            # Later steps may count outside of inference mode. torch 2.6 cannot trace the change.
-            inside = torch.is_inference_mode_enabled()
-            with torch.inference_mode(mode=False) if inside else nullcontext():
-                count = self[device] = torch.zeros((), dtype=torch.float32, device=device)
+            count = self[device] = torch.zeros((), dtype=torch.float32, device=device)
         elif device.type == "cuda":  # its memory must not be reused before this stream is done
             count.record_stream(torch.cuda.current_stream(device))
         return count
@@ -65,8 +61,7 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
     Args:
         optimizers: step together, clipped to one norm.
         clip: how; its tensors may lie on any device.
-        states: of the optimizers in this iteration, as torch's scaler has them: what was done is
-            noted in them.
+        states: of torch's scaler, in which is noted what was done.
         group: ranks that hold other gradients.
         known: the statistics of an earlier read, whose found_inf still counts.
         counts: where skipped steps are counted.
@@ -75,51 +70,52 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
         kwargs: of the optimizers' `step`.
 
     Returns:
-        What the step found and did; and what each optimizer's `step` returned, None where it was
-        not called.
+        The report, and what each optimizer's `step` returned, None where it was not called.
     """
     measures = clip.scale is not None or clip.max_norm is not None
+    read_before = None if known is None else known.values
     if known is not None:
         clip = clip._replace(before=known.found_inf)
     why = Why("torch", "the step has arguments") if args or kwargs else None
     if why is None and group is None:
-        found = _step_at_once(optimizers, clip, counts, measures=measures, zero_grad=zero_grad)
-        if not isinstance(found, Why):
-            return StepReport(found if measures else known, "native"), [None] * len(optimizers)
-        why = found
+        made = _step_at_once(optimizers, clip, counts, measures=measures, zero_grad=zero_grad)
+        if not isinstance(made, Why):
+            values = made if measures else read_before
+            return StepReport(values, "native"), [None] * len(optimizers)
+        why = made
     states = states or [{} for _ in optimizers]
     _check_shared(optimizers)
-    if measures:
-        refuse_fsdp1(optimizers, group)
     in_halves = why is None or why.kind == "halves"
-    grads = hold_of(optimizers, group) if measures or in_halves else None
-    steps: Any = native.read_all(optimizers) if in_halves else why
-    why = steps if isinstance(steps, Why) else None
+    if in_halves or measures:
+        grads = grads_to_read(optimizers, group, measures=measures)
+    steps = native.read_all(optimizers) if in_halves else cast(Why, why)
     for each in optimizers:
-        muon.compare_ranks(each, why)
+        muon.compare_ranks(each, steps if isinstance(steps, Why) else None)
     stats, factor, found_inf = known, None, clip.before
     if measures and grads is not None:
-        if why is not None and clip.scale is not None and not all(map(_takes_float16, optimizers)):
-            refuse_float16(grads)
+        by_torch = isinstance(steps, Why) and clip.scale is not None
+        if by_torch and not all(map(_takes_float16, optimizers)):
+            _refuse_float16(grads)
         stats = measure(grads, clip, counts)
         factor, found_inf = stats.factor, stats.found_inf
     elif measures:
         if clip.scale is not None:
             raise AssertionError(NOTHING_CHECKED)
-        stats = unread().replace(norm=torch.tensor(0.0))
+        stats = GradStats(None).replace(norm=torch.tensor(0.0))
     elif found_inf is not None and counts is not None:
         counts.on(found_inf.device).add_(found_inf)
+    values = None if stats is None else stats.values
     if not isinstance(steps, Why):
         for step in steps:
             step.apply(factor, found_inf, zero_grad=zero_grad)
         is_slow = any(isinstance(step.backend, _ops.TorchBackend) for step in steps)
-        return StepReport(stats, "fallback" if is_slow else "native"), [None] * len(optimizers)
-    if grads is not None and measures:
-        rescale(grads, stats, states)
+        return StepReport(values, "fallback" if is_slow else "native"), [None] * len(optimizers)
+    if measures and grads is not None:
+        rescale(grads, cast(GradStats, stats), states)
     results = _step_by_torch(optimizers, states, found_inf, args, kwargs or {})
     for each in optimizers if zero_grad else ():
         each.zero_grad()
-    return StepReport(stats, f"torch's: {steps.text}"), results
+    return StepReport(values, f"torch's: {steps.text}"), results
 
 
 def _step_at_once(  # noqa: C901, PLR0912 - the hot path: no calls of Python to be short
@@ -137,12 +133,12 @@ def _step_at_once(  # noqa: C901, PLR0912 - the hot path: no calls of Python to 
         prepared = native.prepare(each)
         if isinstance(prepared, Why):
             return prepared
-        own, known = prepared
-        if known.update is None or own is not (backend or own) or known.rule == muon.RULE:
+        its_backend, known = prepared
+        if its_backend is not (backend or its_backend) or not hasattr(its_backend, "step"):
             return Why("halves", "several backends, or one that has halves alone")
         if measures and known.is_flat:
-            refuse_fsdp1([each], None)
-        backend = own
+            raise ValueError(native.FSDP1)
+        backend = its_backend
         steps.append((known.update, each.param_groups, each.state))
     device, scale, before, skipped = backend.device, clip.scale, clip.before, None
     if counts is not None and (measures or before is not None):
@@ -154,22 +150,20 @@ def _step_at_once(  # noqa: C901, PLR0912 - the hot path: no calls of Python to 
     if before is not None and before.device != device:
         before = _ops.moved(before, device)
     step = backend.step
-    for each in optimizers if _ops.is_profiling() else ():
-        step = native.in_range(each, step)
-    found = step(steps, measures, scale, clip.max_norm, before, skipped, zero_grad)
-    if type(found) is tuple and found[0] == "no state":
+    values = step(steps, measures, scale, clip.max_norm, before, skipped, zero_grad)
+    if type(values) is tuple and values[0] == "no state":
         for each in optimizers:
             if reason := native.make_state(each):
                 return Why("torch", reason)
-        found = step(steps, measures, scale, clip.max_norm, before, skipped, zero_grad)
-    if type(found) is tuple:
-        return Why(*found)
+        values = step(steps, measures, scale, clip.max_norm, before, skipped, zero_grad)
+    if type(values) is tuple:
+        return Why(*values)
     if skipped is not None and before is not None and not measures:
         skipped.add_(before)
     for each in optimizers:
         if "step" in vars(each):
             _ops.note_step(each)
-    return found  # type: ignore[no-any-return]
+    return values  # type: ignore[no-any-return]
 
 
 def _step_by_torch(
@@ -188,11 +182,22 @@ def _step_by_torch(
     return results
 
 
-def hold_of(optimizers: Sequence[Optimizer], group: "ProcessGroup | None") -> Grads | None:
+def grads_to_read(
+    optimizers: Sequence[Optimizer],
+    group: "ProcessGroup | None",
+    *,
+    measures: bool = True,
+    allow_float16: bool = True,
+) -> Grads | None:
     """Return the optimizers' gradients on their backends; None where no rank has any."""
     parameters = native.parameters_of(optimizers)
-    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-    return _ops.hold(grads, group, owners=parameters)
+    if measures and group is None and any(map(native.is_fsdp1s, parameters)):
+        raise ValueError(native.FSDP1)
+    tensors = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    grads = _ops.hold(tensors, group, owners=parameters)
+    if grads is not None and not allow_float16:
+        _refuse_float16(grads)
+    return grads
 
 
 def measure(grads: Grads, clip: Clip, counts: SkipCounts | None = None) -> GradStats:
@@ -213,7 +218,7 @@ def rescale(grads: Grads, stats: Any, states: list[dict[str, Any]]) -> None:
         state["found_inf_per_device"] = {grads.device: stats.found_inf}
 
 
-def refuse_float16(grads: Grads) -> None:
+def _refuse_float16(grads: Grads) -> None:
     """Raise torch's error for float16 gradients, which only fused optimizers support."""
     if any(grad.dtype == torch.float16 for grad in grads.tensors):
         msg = "Attempting to unscale FP16 gradients."
@@ -227,20 +232,12 @@ def _takes_float16(optimizer: Optimizer) -> bool:
     )
 
 
-def refuse_fsdp1(optimizers: Sequence[Optimizer], group: "ProcessGroup | None") -> None:
-    """Refuse to read the shards of FSDP1 without a process group."""
-    if group is None and any(map(native.is_fsdp1s, native.parameters_of(optimizers))):
-        msg = "FSDP1 has flattened parameters of this optimizer: each rank would clip and skip by "
-        msg += "the norm of its own shard. Give process_group=, or use FSDP2 (fully_shard)"
-        raise ValueError(msg)
-
-
 def _check_shared(optimizers: list[Optimizer]) -> None:
     """Refuse optimizers of a list that have a parameter in common."""
     owners: dict[int, int] = {}
     for place, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
-        for index, each in enumerate(native.parameters_of([optimizer])):
+        for each in native.parameters_of([optimizer]):
             if (first := owners.setdefault(id(each), place)) != place:
-                shared = f"parameter {index}, of shape {tuple(each.shape)}"
-                msg = f"optimizer[{place}]: {shared}, is also in optimizer[{first}]"
+                msg = f"optimizer[{place}] and optimizer[{first}] have a parameter in common, of "
+                msg += f"shape {tuple(each.shape)}"
                 raise ValueError(msg)

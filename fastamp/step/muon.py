@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops import NO_GRADIENT, NO_STATE, Why
-from fastamp.step.shards import is_spread
 
 RULE = "Muon"
 MODULE = "torch.optim._muon"
@@ -54,11 +53,7 @@ class Stack(NamedTuple):
 
 
 class MuonBackend:
-    """Steps of Muon on one device; see `Backend` in _native.pyi.
-
-    Args:
-        core: the core's backend of the device.
-    """
+    """Steps of Muon on the device of the core's backend; see `Backend` in _native.pyi."""
 
     def __init__(self, core: Any) -> None:
         self.device, self._core = core.device, core
@@ -89,20 +84,17 @@ class MuonBackend:
             return Why("torch", "a matrix's dtype, layout or device, or tensors share their memory")
         if any(matrix.buffer is None for some in stacks.values() for matrix in some):
             return NO_STATE
-        return self._cut(groups, stacks) or NO_GRADIENT
-
-    def _cut(self, groups: list[dict[str, Any]], of_shapes: dict[Any, list[Matrix]]) -> list[Stack]:
-        """Cut matrices of one shape into stacks of at most so many bytes, or of one matrix."""
-        stacks, counts = [], dict[Any, int]()
-        for (place, ranks, shape), matrices in of_shapes.items():
-            most = CPU_STACK if self.device.type == "cpu" else STACK
+        # Stacks of at most so many bytes, or of one matrix.
+        cut, counts = list[Stack](), dict[Any, int]()
+        most = CPU_STACK if self.device.type == "cpu" else STACK
+        for (place, ranks, shape), matrices in stacks.items():
             size = 1 if ranks is None else ranks.size()
             count = max(1, most * size // (2 * math.prod(shape)))
             for i in range(0, len(matrices), count):
-                some = matrices[i : i + count]
-                stacks.append(Stack(groups[place], ranks, counts.get(ranks, 0), some))
-                counts[ranks] = stacks[-1].first + len(some)
-        return stacks
+                some, first = matrices[i : i + count], counts.get(ranks, 0)
+                cut.append(Stack(groups[place], ranks, first, some))
+                counts[ranks] = first + len(some)
+        return cut or NO_GRADIENT
 
     @torch.no_grad()
     def apply(
@@ -133,8 +125,11 @@ class MuonBackend:
             if ranks is None:
                 orthogonalize_(rows, *products)
             else:
-                _orthogonalize_shared_(rows, whole.size(0), ranks, first, products)
-            ratio = _lr_ratio(group["adjust_lr_fn"], *whole.shape)
+                _orthogonalize_shared_(rows, len(whole), ranks, first, products)
+            height, width = whole.shape
+            ratio = math.sqrt(max(1, height / width))
+            if group["adjust_lr_fn"] == "match_rms_adamw":
+                ratio = 0.2 * math.sqrt(max(height, width))
             write = {**group, "lr_ratio": ratio, "params": [each.param for each in matrices]}
             self._pass("Muon, write", write, {}, [*directions], (None, found_inf, True))
         for matrix in (each for stack in read for each in stack.matrices if drops):
@@ -144,32 +139,34 @@ class MuonBackend:
         self, rule: str, group: dict[str, Any], states: Any, grads: list[Tensor], how: Any
     ) -> None:
         update = _ops.core().Update(rule)
-        found = self._core.read(update, [group], states, grads)
-        if isinstance(found, tuple):
-            msg = f"Muon: {found[1]}"
+        step = self._core.read(update, [group], states, grads)
+        if isinstance(step, tuple):
+            msg = f"Muon: {step[1]}"
             raise RuntimeError(msg)  # noqa: TRY004 - a reason, not a type
-        self._core.apply(update, found, *how)
+        self._core.apply(update, step, *how)
 
 
-def _refusal(group: dict[str, Any], matrix: Matrix) -> str:  # noqa: PLR0911 - one row a reason
+def _refusal(group: dict[str, Any], matrix: Matrix) -> str:
     """Say why a matrix is left to torch's step, which may raise its own error; "" if it is not."""
     whole, param, grad, buffer = matrix
     spread = [place for place in getattr(whole, "placements", ()) if not place.is_replicate()]
     if len(spread) > 1 or any(hasattr(p, "split_factor") or not p.is_shard(0) for p in spread):
         return "a matrix is sharded by more than its rows"
-    if whole.dim() != 2 or whole.numel() == 0:
-        return "a parameter is no matrix"
-    if grad.layout is not torch.strided or grad.shape != param.shape:
-        return "a gradient's shape or layout"
-    if not (param.is_contiguous() and grad.is_contiguous()) or grad.is_neg():
-        return "a matrix or gradient is not contiguous"
-    if group["adjust_lr_fn"] not in {None, "original", "match_rms_adamw"}:
-        return f"adjust_lr_fn={group['adjust_lr_fn']!r}"
-    if len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:
-        return "ns_coefficients or ns_steps"
-    fits = buffer is None or (buffer.shape == grad.shape and buffer.dtype == grad.dtype)
-    fits = fits and (buffer is None or buffer.is_contiguous())
-    return "" if fits else "a momentum that is not like the gradient"
+    tensors = [param, grad] + ([] if buffer is None else [buffer])
+    if (
+        whole.dim() != 2
+        or whole.numel() == 0
+        or any(t.layout is not torch.strided for t in tensors)
+    ):
+        return "a parameter or gradient is no dense matrix"
+    if any(t.shape != param.shape or not t.is_contiguous() or t.is_neg() for t in tensors):
+        return "a matrix, gradient or momentum is not contiguous, or of another shape"
+    if buffer is not None and buffer.dtype != grad.dtype:
+        return "a momentum of another dtype than the gradient"
+    is_known = group["adjust_lr_fn"] in {None, "original", "match_rms_adamw"}
+    if not is_known or len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:
+        return "adjust_lr_fn, ns_coefficients or ns_steps"
+    return ""
 
 
 def _ranks_of(whole: Any) -> Any:
@@ -180,55 +177,40 @@ def _ranks_of(whole: Any) -> Any:
     return None
 
 
-def _lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """Return what multiplies the learning rate of a matrix."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
-
-
 def orthogonalize_(
     stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> None:
-    """Orthogonalize stacked bfloat16 matrices in place, by the Newton-Schulz steps of torch's Muon.
+    """Orthogonalize bfloat16 matrices [matrices, rows, columns] in place.
 
-    Args:
-        stack: (matrices, rows, columns); each matrix gets the operations that torch's gets.
-        coefficients: of the polynomial.
-        steps: how often it is applied.
-        eps: least norm that a matrix is divided by.
+    Each gets the operations of torch's Muon: Newton-Schulz `steps` with a polynomial, after it was
+    divided by its norm, or by `eps`.
     """
     a, b, c = coefficients
     wide = stack.mT if stack.size(1) > stack.size(2) else stack
     norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    found = wide.div_(norms.clamp(min=eps))
+    result = wide.div_(norms.clamp(min=eps))
     for _ in range(steps):
-        gram = torch.bmm(found, found.mT)
+        gram = torch.bmm(result, result.mT)
         # torch's baddbmm ignores `beta` where alpha is 0, as in the cubic polynomial.
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
-        found = torch.baddbmm(found, gram, found, beta=a)
-    wide.copy_(found)
+        result = torch.baddbmm(result, gram, result, beta=a)
+    wide.copy_(result)
 
 
 def _orthogonalize_shared_(
     rows: Tensor, height: int, ranks: Any, first: int, products: Any
 ) -> None:
-    """Orthogonalize matrices of which each rank holds rows; all ranks have to call it.
+    """Orthogonalize matrices of so many rows, of which each rank holds some; all have to call it.
 
-    Args:
-        rows: (matrices, this rank's rows, columns).
-        height: of the whole matrices.
-        ranks: share them. Each multiplies every `ranks.size()`-th matrix.
-        first: number of the first matrix.
-        products: see `orthogonalize_`.
+    Each rank multiplies every `ranks.size()`-th matrix, counted from the `first` one's number.
     """
     size, me = ranks.size(), ranks.rank()
     owned = [range((rank - first) % size, len(rows), size) for rank in range(size)]
-    order = [matrix for own in owned for matrix in own]
+    order = [matrix for some in owned for matrix in some]
     step = -(-height // size)  # DTensor's rows, as torch.chunk has them
     heights = [max(0, min(step, height - rank * step)) for rank in range(size)]
     count, columns = len(owned[me]), rows.size(2)
-    sent = [len(own) * heights[me] * columns for own in owned]
+    sent = [len(some) * heights[me] * columns for some in owned]
     received = [count * each * columns for each in heights]
     given = rows[order]
     pieces = rows.new_empty(sum(received))
@@ -257,19 +239,20 @@ def compare_ranks(optimizer: Optimizer, why: Why | None) -> None:
 
     Later a rank that lacks a gradient is waited for, as with torch.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"] if is_spread(p)]
     if optimizer in _compared or not isinstance(optimizer, getattr(torch.optim, "Muon", ())):
         return
     _compared.add(optimizer)
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    params: list[Any] = [p for p in given if _ops.is_spread(p)]
     agree = True
     for mesh in dict.fromkeys(p.device_mesh for p in params):
         has = [p.grad is not None for p in params if p.device_mesh == mesh]
-        here: list[Any] = [(why is None, has)]
+        answers: list[Any] = [(why is None, has)]
         for ranks in mesh.get_all_groups():
-            found: list[Any] = [None] * ranks.size()
-            dist.all_gather_object(found, here, ranks)
-            here = [one for some in found for one in some]
-        agree = agree and all(one == here[0] for one in here)
+            gathered: list[Any] = [None] * ranks.size()
+            dist.all_gather_object(gathered, answers, ranks)
+            answers = [answer for some in gathered for answer in some]
+        agree = agree and all(answer == answers[0] for answer in answers)
     if not agree:
         msg = "Muon's sharded matrices need the same step hooks, and gradients of the same "
         msg += "matrices, on all ranks" + ("" if why is None else f"; here torch steps: {why.text}")

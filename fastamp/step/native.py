@@ -4,7 +4,6 @@ The optimizer's state stays torch's own, so that anyone can call `optimizer.step
 """
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -32,12 +31,19 @@ OWN = "lean"  # its class names the rule
 _COMMON = {"lr", "foreach", "capturable", "differentiable", "fused"}
 
 
+FSDP1 = "FSDP1 has flattened parameters of this optimizer: each rank would clip and skip by the "
+FSDP1 += "norm of its own shard. Give process_group=, or use FSDP2 (fully_shard)"
+# What a step of torch would look at in the optimizer itself.
+_PATCHES = {"_init_group", "grad_scale", "found_inf"}
+_PATCHED = Why("torch", "hooks, patches or modes around the step")
+
+
 class Known(NamedTuple):
-    """What is kept of an optimizer between its steps."""
+    """What is remembered of an optimizer between its steps."""
 
     rule: str
     update: Any
-    """The core's; None where another backend makes the step, in halves."""
+    """The core's; None for Muon."""
     unknown: str
     """Its options that fastamp does not know, as those of a newer torch."""
     is_flat: bool
@@ -50,27 +56,24 @@ _known: "WeakKeyDictionary[Optimizer, Known]" = WeakKeyDictionary()
 def parameters_of(optimizers: Any) -> list[Tensor]:
     """Return the parameters of all groups of optimizers, each once, in order."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    found = {id(parameter): parameter for group in groups for parameter in group["params"]}
-    return [*found.values()]
+    by_id = {id(parameter): parameter for group in groups for parameter in group["params"]}
+    return [*by_id.values()]
 
 
-def prepare(optimizer: Optimizer) -> tuple[Any, Known] | Why:  # noqa: C901, PLR0911 - one row a reason
-    """Return the backend of an optimizer and what is kept of it; or say why torch has to step."""
+def prepare(optimizer: Optimizer) -> tuple[Any, Known] | Why:
+    """Return the backend of an optimizer and what is known of it; or say why torch has to step."""
     cls: Any = type(optimizer)
-    own = vars(optimizer)
-    rule, why = _rule_of(cls, cls.step, getattr(cls, "_init_group", None))
+    attributes = vars(optimizer)
+    rule = _rule_of(cls, cls.step, getattr(cls, "_init_group", None))
     if not rule:
-        return Why("torch", why)
-    if _ops.has_step_hook(own):
-        return Why("torch", "there is a step hook")
-    if "_init_group" in own:
-        return Why("torch", "optimizer._init_group is patched")
-    if "grad_scale" in own or "found_inf" in own:
-        return Why("torch", "the optimizer has a grad_scale of its own")
-    if "step" in own and not _is_schedulers(own["step"], cls.step):
-        return Why("torch", "optimizer.step is patched")
-    if _ops.in_dispatch_mode():
-        return Why("torch", "a TorchDispatchMode is on")
+        return Why("torch", f"fastamp has no update for {cls.__name__}")
+    if (
+        _ops.has_step_hook(attributes)
+        or not _PATCHES.isdisjoint(attributes)
+        or ("step" in attributes and not _is_schedulers(attributes["step"], cls.step))
+        or _ops.in_dispatch_mode()
+    ):
+        return _PATCHED
     groups = optimizer.param_groups
     params = groups[0]["params"] if groups else ()
     device = params[0].device if type(params) is list and params else _device_of(groups)
@@ -78,22 +81,23 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Known] | Why:  # noqa: C901, PLR
     known = _known.get(optimizer)
     if known is None or known.rule != rule:
         known = _known[optimizer] = _know(optimizer, rule)
-    if backend is None and rule != OWN:
-        # An update in Python would take longer than torch's kernels.
-        return Why("torch", f"no compiled code for {device.type}")
     if known.unknown:
         return Why("torch", f"fastamp does not know {cls.__name__}'s {known.unknown}")
+    if backend is None:  # torch's kernels take less time than an update in Python
+        why = Why("torch", f"no compiled code for {device.type}")
+        return (_in_operators(optimizer, device), known) if rule == OWN else why
     if (
         device.type == "cuda"
         and torch.cuda.is_current_stream_capturing()
         and not all(group.get("fused") or group.get("capturable") for group in groups)
-    ):
-        why = "a graph captures the step of a group that is neither fused nor capturable"
-        return Why("torch", why)
-    if backend is None:
-        _ops.warn_of_fallback(device)
-        return _ops.TorchBackend(device, cast(Any, optimizer).rule), known._replace(update=None)
+    ):  # torch raises its error: the graph would hold the learning rate and the host's count
+        return Why("torch", "a graph captures a group that is neither fused nor capturable")
     return (muon.MuonBackend(backend) if rule == muon.RULE else backend), known
+
+
+def _in_operators(optimizer: Any, device: torch.device) -> _ops.TorchBackend:
+    _ops.warn_of_fallback(device)
+    return _ops.TorchBackend(device, optimizer.rule)
 
 
 def _know(optimizer: Optimizer, rule: str) -> Known:
@@ -114,12 +118,6 @@ def is_fsdp1s(parameter: Tensor) -> bool:
     return hasattr(parameter, "_fsdp_flattened")
 
 
-def in_range(optimizer: Optimizer, function: Any) -> Any:
-    """Return a function in the range that torch's step opens while a profiler runs."""
-    name = f"Optimizer.step#{type(optimizer).__name__}.step"
-    return torch.autograd.profiler.record_function(name)(function)
-
-
 class NativeStep(NamedTuple):
     """One optimizer's step, read and still to be made: its half after an all-reduce."""
 
@@ -136,10 +134,7 @@ class NativeStep(NamedTuple):
             found_inf = _ops.moved(found_inf, device)
         if factor is not None:
             factor = _ops.moved(factor, device).to(torch.float32)
-        apply = self.backend.apply
-        if _ops.is_profiling():
-            apply = in_range(self.optimizer, apply)
-        apply(self.update, self.read, factor, found_inf, zero_grad)
+        self.backend.apply(self.update, self.read, factor, found_inf, zero_grad)
         if self.shards is not None:
             self.shards.note_writes(drops=zero_grad)
         _ops.note_step(self.optimizer)
@@ -164,28 +159,29 @@ def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | Why:
             idle.append(each)
         else:
             return step
-    if not steps:
-        return NO_GRADIENT
-    for each in idle:
+    for each in idle if steps else ():
         _ops.note_step(each)  # which does nothing
-    return steps
+    return steps or NO_GRADIENT
 
 
 def read_own(optimizer: Optimizer) -> NativeStep | Why:
     """Read a lean optimizer for its own `step`, whatever hooks and patches are around that."""
     device = _device_of(optimizer.param_groups)
-    in_operators = _ops.TorchBackend(device, cast(Any, optimizer).rule)
-    if (backend := _ops.backend_for(device)) is None:
-        _ops.warn_of_fallback(device)
-        return _read(optimizer, in_operators, None)
+    backend: Any = _ops.backend_for(device) or _in_operators(optimizer, device)
     known = _known.get(optimizer) or _known.setdefault(optimizer, _know(optimizer, OWN))
-    found = _read(optimizer, backend, known.update)
-    if isinstance(found, Why):
-        why, found = found, _read(optimizer, in_operators, None)
-        if not isinstance(found, Why):  # else its reason names the parameter
-            msg = f"{type(optimizer).__name__} steps in torch's operators, many times slower: "
-            warnings.warn(msg + why.text, stacklevel=3)
-    return found
+    step = _read(optimizer, backend, known.update)
+    return _name(step, optimizer, backend, known.update) if isinstance(step, Why) else step
+
+
+def _name(why: Why, optimizer: Optimizer, backend: Any, update: Any) -> Why:
+    """Name the parameter that the core refuses."""
+    for place, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            alone = {**group, "params": [param]}
+            refusal = backend.read(update, [alone], optimizer.state, None)
+            if isinstance(refusal, tuple) and refusal[0] == why.kind:
+                return Why(why.kind, f"param_groups[{place}]['params'][{index}]: {refusal[1]}")
+    return why
 
 
 def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
@@ -194,12 +190,12 @@ def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
         if isinstance(shards, str):
             return Why("torch", shards)
         if shards is None:
-            found = backend.read(update, optimizer.param_groups, optimizer.state, None)
+            step = backend.read(update, optimizer.param_groups, optimizer.state, None)
         else:
-            found = backend.read(update, shards.groups, shards.states, shards.grads)
-        why = Why(*found) if type(found) is tuple else found
+            step = backend.read(update, shards.groups, shards.states, shards.grads)
+        why = Why(*step) if type(step) is tuple else step
         if not isinstance(why, Why):
-            return NativeStep(optimizer, backend, update, found, shards)
+            return NativeStep(optimizer, backend, update, step, shards)
         if why.kind != "no state" or is_again:
             return why
         if reason := make_state(optimizer):
@@ -208,7 +204,7 @@ def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
 
 
 @torch.no_grad()
-def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911, PLR0912 - as torch's
+def make_state(optimizer: Optimizer) -> str | None:
     """Make missing states as torch's step does; or say why torch has to.
 
     On a device the count of steps goes there also where torch keeps it on the host, so that a
@@ -216,78 +212,51 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911, PLR0
     """
     known = _known.get(optimizer)
     rule = OWN if known is None else known.rule
+    params = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    on_gpu = any(param.device.type == "cuda" for _, param in params)
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return "a graph captures the first step"
     if rule == OWN:
-        why: str | None = cast(Any, optimizer).make_states()
-        return why
+        cast(Any, optimizer).make_states(params)
+        return None
     states, counts, first = muon.STATES if rule == muon.RULE else _ops.core().rules[rule][:3]
-    if counts and _shares_counts(optimizer):
-        return "tensors share their memory"  # torch adds 1 for each parameter
-    for group in optimizer.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
+    for group, param in params:
         names = [name for name, option in states if not option or group.get(option)]
-        if not counts and len({*map(id, group["params"])}) < len([*group["params"]]):
-            return "a parameter is twice in a group"  # torch makes two buffers of one
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            if param.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return "a graph captures the first step"
-            state: dict[str, Any] = optimizer.state[param]
-            missing = [name for name in names if state.get(name) is None]
-            if missing and counts and state:
-                return f"{missing[0]}: missing"  # torch's step raises its error
-            if counts and "step" not in state:
-                if state:
-                    return "step: missing"
-                if torch.get_default_dtype() == torch.float64 and not group.get("fused"):
-                    return "torch counts steps in float64, the default dtype"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            elif counts and not on_device and state["step"].device != param.device:
-                state["step"] = state["step"].to(param.device)
-            for name in missing:
-                like = param.grad if first == "zeros of the gradient" else param
-                state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
+        state: dict[str, Any] = optimizer.state[param]
+        missing = [name for name in ["step"] * counts + names if state.get(name) is None]
+        if counts and missing and state:
+            return f"{missing[0]}: missing"  # torch's step raises its error
+        if counts and missing:
+            if torch.get_default_dtype() == torch.float64 and not group.get("fused"):
+                return "torch counts steps in float64, the default dtype"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        elif counts:
+            state["step"] = state["step"].to(param.device)
+        for name in [name for name in missing if name != "step"]:
+            like = param.grad if first == "zeros of the gradient" else param
+            state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
     return None
 
 
-def _shares_counts(optimizer: Optimizer) -> bool:
-    """Say whether two parameters have one tensor as their count of steps."""
-    counts = [id(state["step"]) for state in optimizer.state.values() if "step" in state]
-    return len({*counts}) < len(counts)
-
-
 @lru_cache(maxsize=256)
-def _rule_of(cls: Any, step: Any, init_group: Any) -> tuple[str, str]:
-    """Return the rule that a class follows; or "", and why it follows none.
+def _rule_of(cls: Any, step: Any, init_group: Any) -> str:
+    """Return the rule that a class follows; "" if it follows none.
 
     A subclass follows its base's if it overrides nothing that torch's step calls. torch wraps
     `step` on each class: what is compared is the function inside.
     """
-    name = cls.__name__
-    for base in cls.__mro__:
-        rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
-        if rule is not None:
-            break
-    else:
-        is_torchs = getattr(torch.optim, name, None) is cls
-        return (
-            "",
-            f"fastamp has no update for {name}" if is_torchs else f"{name} is not torch's own",
-        )
-    module = muon.MODULE if rule == muon.RULE else base.__module__
-    theirs = getattr(base, "_init_group", None)
-    if (
-        _inside(init_group, module) is not _inside(theirs, module)
-        or (theirs is not None and _inside(init_group, module) is None)
-        or cls.__getattribute__ is not object.__getattribute__
-        or hasattr(cls, "state")
-        or hasattr(cls, "param_groups")
-    ):
-        return "", f"{name} overrides what torch's step calls"
-    inside = _inside(step, module)
-    if inside is None or inside is not _inside(base.step, module):
-        return "", f"{name}.step is patched, or its own"
-    return rule, ""
+    names = {f"{base.__module__}.{base.__qualname__}": base for base in cls.__mro__}
+    name = next((name for name in names if name in RULES), None)
+    if name is None:
+        return ""
+    base: Any = names[name]
+    module = muon.MODULE if RULES[name] == muon.RULE else base.__module__
+    inside = [_inside(each, module) for each in (step, base.step)]
+    if hasattr(base, "_init_group"):
+        inside += [_inside(each, module) for each in (init_group, base._init_group)]
+    is_own = cls.__getattribute__ is not object.__getattribute__
+    is_own |= hasattr(cls, "state") or hasattr(cls, "param_groups") or None in inside
+    return "" if is_own or inside[::2] != inside[1::2] else RULES[name]
 
 
 @lru_cache(maxsize=256)
@@ -298,12 +267,10 @@ def _inside(step: Any, module: str) -> Any:
     """
     while inspect.isfunction(step):  # a mock would answer every question
         wrapped = getattr(step, "__wrapped__", None)
-        found = step.__globals__.get("__name__", "")
+        its_module = step.__globals__.get("__name__", "")
         if wrapped is None:
-            return step if found == module else None
-        if not found.startswith("torch."):
-            return None
-        step = wrapped
+            return step if its_module == module else None
+        step = wrapped if its_module.startswith("torch.") else None
     return None
 
 

@@ -30,10 +30,9 @@ class AdamW(Lean):
         weight_decay: decoupled weight decay.
         amsgrad: False; True is not supported.
         maximize: maximize the objective.
-        foreach: has no effect: the update is always fused.
-        capturable: has no effect: on CUDA every step but the first can be captured in a graph.
+        foreach, capturable, fused: have no effect: the update is always fused, and on CUDA every
+            step but the first can be captured in a graph.
         differentiable: False; True is not supported.
-        fused: has no effect.
         moments: how both moments are kept: "float32"; "bfloat16"; or "8bit", with a scale for each
             block of 256 elements. There tensors of one dimension, of rows shorter than 64 elements,
             or that are not contiguous, as channels_last, keep float32. The second moment
@@ -87,23 +86,15 @@ class SGD(Lean):
     """torch.optim.SGD that keeps its momentum, and the weights, in fewer bytes; see `AdamW`.
 
     Args:
-        params: float32 or bfloat16 parameters, or groups of them.
-        lr: learning rate, a number or a 0-dim tensor.
+        params, lr, maximize, foreach, differentiable, fused, exact, seed: as in `AdamW`.
         momentum: of the gradients; 0 keeps no state but the lower halves of exact weights.
         dampening: 0; others are not supported.
         weight_decay: coupled weight decay.
         nesterov: Nesterov's momentum.
-        maximize: maximize the objective.
-        foreach: has no effect.
-        differentiable: False; True is not supported.
-        fused: has no effect.
         moments: how the momentum is kept, as in `AdamW`; in 16 and 8 bits it is rounded randomly.
-        exact: as in `AdamW`.
-        seed: as in `AdamW`.
 
     Raises:
-        ValueError: an argument is out of its range or not supported.
-        TypeError: a parameter that is not frozen is neither float32 nor bfloat16.
+        ValueError, TypeError: as in `AdamW`.
 
     Example:
         >>> model = torch.nn.Linear(64, 64).bfloat16()
@@ -143,18 +134,12 @@ class Lion(Lean):
     AdamW's, and its weight decay as many times larger.
 
     Args:
-        params: float32 or bfloat16 parameters, or groups of them.
-        lr: learning rate, a number or a 0-dim tensor.
+        params, lr, weight_decay, maximize, exact, seed: as in `AdamW`.
         betas: of the average whose sign is taken, and of the momentum.
-        weight_decay: decoupled weight decay.
-        maximize: maximize the objective.
         moments: how the momentum is kept, as in `AdamW`; in 16 and 8 bits it is rounded randomly.
-        exact: as in `AdamW`.
-        seed: as in `AdamW`.
 
     Raises:
-        ValueError: an argument is out of its range.
-        TypeError: a parameter that is not frozen is neither float32 nor bfloat16.
+        ValueError, TypeError: as in `AdamW`.
 
     Example:
         >>> model = torch.nn.Linear(64, 64).bfloat16()

@@ -1,5 +1,6 @@
 """What a step found: its report, and the gradients that are not finite."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -7,13 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastamp import _ops
+from fastamp._ops import GradStats
 from fastamp.step.arguments import check_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class StepReport:
+class StepReport(GradStats):
     """What one step found and did: 0-dim tensors on the gradients' device, read without a wait.
 
     Example:
@@ -24,52 +26,12 @@ class StepReport:
         (tensor(5.), tensor(0.2000), False)
     """
 
-    def __init__(self, stats: _ops.GradStats | Tensor | None, way: str) -> None:
-        self._stats = stats  # most programs never ask a step that read nothing
+    def __init__(self, values: Tensor | Sequence[Tensor] | None, way: str) -> None:
+        self.values = values
         self.way = way
         """How the step was made: "native", by fastamp, in one call of the core or, with Muon
         and over ranks, in several; "fallback", a lean optimizer's in torch's operators; or
         "torch's: " and the reason, by the optimizer's own `step`."""
-
-    @property
-    def stats(self) -> _ops.GradStats:
-        """All statistics, the factor that multiplied the gradients included."""
-        if isinstance(self._stats, Tensor):
-            return _ops.GradStats(self._stats)
-        return self._stats or unread()
-
-    @property
-    def values(self) -> Tensor:
-        """Norm, found_inf, clip_coef, factor and scale in one tensor; from the core as they are."""
-        if isinstance(self._stats, Tensor):
-            return self._stats
-        named = (getattr(self.stats, n) for n in ("norm", "found_inf", "clip_coef", "factor"))
-        device = self.norm.device
-        return torch.stack([each.to(device) for each in (*named, self.scale)])
-
-    def set_scale(self, scale: Tensor) -> None:
-        """Set the loss scale, of gradients that were unscaled before they were read."""
-        self._stats = self.stats.replace(scale=scale)
-
-    @property
-    def norm(self) -> Tensor:
-        """Of the unscaled gradients before clipping, NaN where the step did not read them."""
-        return self.stats.norm
-
-    @property
-    def clip_coef(self) -> Tensor:
-        """What clipping multiplied the gradients by, 1 without clipping."""
-        return self.stats.clip_coef
-
-    @property
-    def found_inf(self) -> Tensor:
-        """1.0 if the step was skipped, since a gradient holds inf or NaN, else 0.0."""
-        return self.stats.found_inf
-
-    @property
-    def scale(self) -> Tensor:
-        """The loss scale of this step; 1 without scaling."""
-        return self.stats.scale
 
     @property
     def skipped(self) -> bool:
@@ -95,8 +57,8 @@ class NonFinite(_Counts):
     torch.unravel_index.
 
     Example:
-        >>> found = fastamp.step.NonFinite("weight", n_nan=0, n_inf=1, first_index=5)
-        >>> torch.unravel_index(torch.tensor(found.first_index), (2, 4))
+        >>> entry = fastamp.step.NonFinite("weight", n_nan=0, n_inf=1, first_index=5)
+        >>> torch.unravel_index(torch.tensor(entry.first_index), (2, 4))
         (tensor(1), tensor(1))
     """
 
@@ -105,13 +67,6 @@ class NonFinite(_Counts):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, rank={self.rank})"
-
-
-def unread(found_inf: Tensor | None = None) -> _ops.GradStats:
-    """Return the statistics of a step that did not read the gradients."""
-    found_inf = torch.zeros((), dtype=torch.float32) if found_inf is None else found_inf
-    nan, one = torch.full_like(found_inf, torch.nan), torch.ones_like(found_inf)
-    return _ops.GradStats([nan, found_inf, one, one, one])
 
 
 def nonfinite_parameters(
@@ -148,33 +103,24 @@ def nonfinite_parameters(
     named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
     finite = [_values_of(_ops.local_of(grad)).isfinite().all() for _, grad in named]
     read = torch.stack([each.to(finite[0].device) for each in finite]).tolist() if finite else []
-    found = [
-        _count_nonfinite(name, grad)
+    entries = [
+        _count_nonfinite(name, _ops.local_of(grad))
         for (name, grad), is_finite in zip(named, read, strict=True)
         if not is_finite
     ]
     if dist.is_available() and dist.is_initialized():
-        for entry in found:
+        for entry in entries:
             entry.rank = dist.get_rank()
-        return _ops.gather(found, [grad for _, grad in named], process_group)
-    return found
+        return _ops.gather(entries, [grad for _, grad in named], process_group)
+    return entries
 
 
 def _values_of(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-def _count_nonfinite(name: str, whole: Tensor) -> NonFinite:
-    grad = _ops.local_of(whole)
-    values = _values_of(grad)
-    bad = values.isfinite().logical_not()
+def _count_nonfinite(name: str, grad: Tensor) -> NonFinite:
+    bad = grad.to_dense().isfinite().logical_not()
+    n_nan = int(_values_of(grad).isnan().sum().item())
     first = int(bad.reshape(-1).to(torch.uint8).argmax().item())
-    if grad.is_sparse:
-        # Entries are sorted by index; the dense dimensions lie inside an entry.
-        entry, inside = divmod(first, max(values[0].numel(), 1))
-        place = 0
-        for size, i in zip(grad.shape, grad.coalesce().indices()[:, entry].tolist(), strict=False):
-            place = place * size + i
-        first = place * values[0].numel() + inside
-    n_nan = int(values.isnan().sum().item())
     return NonFinite(name, n_nan, int(bad.sum().item()) - n_nan, first)

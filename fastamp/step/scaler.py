@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,18 +13,16 @@ from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops import Clip, GradStats
-from fastamp.step.arguments import above_zero, as_bound, check_group, check_optimizers
+from fastamp.step.arguments import as_bound, check_group, check_optimizers
 from fastamp.step.make_step import (
     NOTHING_CHECKED,
     SkipCounts,
-    hold_of,
+    grads_to_read,
     make_step,
     measure,
-    refuse_float16,
-    refuse_fsdp1,
     rescale,
 )
-from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters, unread
+from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,11 +46,8 @@ class GradScaler(torch.amp.GradScaler):
     same gradients.
 
     Args:
-        device: type of the device that the losses are on.
-        init_scale: first loss scale.
-        growth_factor: multiplies the scale after `growth_interval` steps without an overflow.
-        backoff_factor: multiplies the scale after a step with an overflow.
-        growth_interval: steps without an overflow until the scale grows.
+        device, init_scale, growth_factor, backoff_factor, growth_interval: as in
+            torch.amp.GradScaler.
         enabled: False scales nothing, for FP32 and bf16; `step(..., max_norm=...)` still clips, and
             skips the step when a gradient is not finite.
         min_scale: the scale never falls below this.
@@ -62,8 +57,8 @@ class GradScaler(torch.amp.GradScaler):
             none.
 
     Raises:
-        ValueError: a scale is not a number above 0, or `init_scale` not between the two bounds.
-        TypeError: `process_group` is not a process group, or this rank is not in it.
+        ValueError: a scale is not above 0, or `init_scale` not between the two bounds.
+        TypeError: a scale is not a number, or `process_group` not a group with this rank in it.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -97,18 +92,21 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float | None = None,
         process_group: "ProcessGroup | None" = None,
     ) -> None:
+        init_scale = as_bound("init_scale", init_scale, above_zero=True)
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        low = 0.0 if min_scale is None else above_zero("min_scale", min_scale)
-        high = math.inf if max_scale is None else above_zero("max_scale", max_scale)
-        if not low <= above_zero("init_scale", init_scale) <= high:
+        low = 0.0 if min_scale is None else as_bound("min_scale", min_scale, above_zero=True)
+        high = math.inf if max_scale is None else as_bound("max_scale", max_scale, above_zero=True)
+        if not low <= init_scale <= high:
             msg = f"init_scale: expected {min_scale=} <= {init_scale} <= {max_scale=}"
             raise ValueError(msg)
         self._bounds = low, high
         check_group(process_group)
         self.process_group = process_group
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)  # disabled, too
+        if not enabled:
+            fresh: Any = partial(dict, stage=OptState.UNSCALED, found_inf_per_device={})
+            self._per_optimizer_states = defaultdict(fresh)
         self._skipped = SkipCounts()
         # Weak references to objects to notify after every step and update; see fastamp.metrics.
         self._observers: list[Callable[[], Any]] = []
@@ -134,19 +132,15 @@ class GradScaler(torch.amp.GradScaler):
 
         Afterwards `last_step` says what happened, and `.grad` is unscaled and clipped, as after
         torch's `unscale_`, `clip_grad_norm_` and `step`. After a skipped step `.grad` still holds
-        every inf and NaN, for `nonfinite_parameters`. With `max_norm` a `step_pre_hook` of the
-        optimizer sees unscaled, clipped gradients.
+        every inf and NaN, for `nonfinite_parameters`.
 
         Args:
             optimizer: applies the gradients. Several optimizers in a list or tuple are clipped to
                 one norm of all their gradients; one that is not finite skips all their steps.
             *args: handed on to `optimizer.step`.
-            max_norm: largest norm of all unscaled gradients of these optimizers together; None does
-                not clip.
-            zero_grad: set the optimizers' gradients to None afterwards, also after a skipped step.
-                This saves writing them back unscaled and clipped. A loop that catches an error of
-                the backward pass, as out of memory, and tries again calls `optimizer.zero_grad()`
-                in the handler: half a gradient is left.
+            max_norm: largest norm of all their unscaled gradients together; None does not clip.
+            zero_grad: set the gradients to None afterwards, also after a skipped step, which saves
+                writing them back; see `optimizer_step`.
             **kwargs: handed on to `optimizer.step`.
 
         Returns:
@@ -156,11 +150,8 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: `closure=` was given to an enabled scaler, or any closure with `max_norm`;
                 or `step` was called twice since the last `update`, or some optimizers of a list
                 have been unscaled and others not.
-            TypeError: `optimizer` is not an optimizer, or `max_norm` is not a number; or torch has
-                to tell one of several optimizers how to unscale.
-            ValueError: `max_norm` is NaN or below 0; a list is empty, has an optimizer twice, or
-                one parameter in two optimizers; or a gradient is float16 and the optimizer is not
-                fused.
+            TypeError, ValueError: as in `optimizer_step`; or torch has to tell one of several
+                optimizers how to unscale, or a gradient is float16 and the optimizer not fused.
         """
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
@@ -188,7 +179,10 @@ class GradScaler(torch.amp.GradScaler):
                 raise TypeError(msg)
             norm = None if max_norm is None else self.clip_grad_norm_(optimizers[0], max_norm)
             results = [super().step(optimizers[0], *args, **kwargs)]
-            self.last_step = self._report_of_torchs(states[0], norm, by_torch)
+            stats = cast(GradStats, _read_before(states))
+            self._skipped.on(stats.found_inf.device).add_(stats.found_inf)
+            stats = stats if norm is None else stats.replace(norm=norm)
+            self.last_step = StepReport(stats.values, f"torch's: {by_torch}")
             if zero_grad:
                 optimizers[0].zero_grad()
         else:
@@ -206,12 +200,12 @@ class GradScaler(torch.amp.GradScaler):
                 kwargs=kwargs,
             )
             if self._enabled:
-                stats = self.last_step._stats
-                flag = stats[1] if isinstance(stats, Tensor) else self.last_step.found_inf
+                values = self.last_step.values
+                flag = self.last_step.found_inf if values is None else values[1]
                 for state in states:
                     state["found_inf_per_device"] = {flag.device: flag}
         if self._enabled and (by_torch or not is_ready):
-            self.last_step.set_scale(cast(Tensor, self._scale).clone())
+            self.last_step = self.last_step.replace(scale=cast(Tensor, self._scale).clone())
         for state in states:
             state["stage"] = OptState.STEPPED
         reads = self._enabled or max_norm is not None or known is not None
@@ -239,24 +233,20 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: `step` has been called since the last `update`.
-            TypeError: `optimizer` is not an optimizer, or `max_norm` is not a number.
-            ValueError: `max_norm` is NaN or below 0, or a gradient is float16.
+            TypeError, ValueError: as in `step`.
         """
         max_norm = as_bound("max_norm", max_norm)
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
         states = self._states_of(optimizers, "clip_grad_norm_")
-        refuse_fsdp1(optimizers, self.process_group)
-        grads = hold_of(optimizers, self.process_group)
         is_ready = states[0]["stage"] is OptState.READY
-        if grads is None:
-            return torch.tensor(0.0)
         if is_ready and _overrides(cast(Any, type(self))):
             for each in optimizers:
                 self.unscale_(each)
             is_ready = False
-        if is_ready:
-            refuse_float16(grads)
+        grads = grads_to_read(optimizers, self.process_group, allow_float16=not is_ready)
+        if grads is None:
+            return torch.tensor(0.0)
         clip = Clip(self._scale if is_ready else None, max_norm, before=_joined(states))
         stats = measure(grads, clip)
         rescale(grads, stats, states)
@@ -264,15 +254,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @_ops.untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the loss scale to what the steps found, or set it; see `torch.amp.GradScaler`.
+        """Adapt the loss scale to the steps since the last call, or set it to `new_scale`.
 
-        Args:
-            new_scale: the scale from now on; None multiplies it by `backoff_factor` after an
-                overflow, and by `growth_factor` after `growth_interval` steps without one.
-
-        Raises:
-            AssertionError: no loss was scaled, or no gradient read since the last `update`; or
-                `new_scale` is a tensor of another device, dtype or length, as in torch.
+        See `torch.amp.GradScaler.update`, also for what it raises.
         """
         if not self._enabled:
             self._per_optimizer_states.clear()
@@ -330,13 +314,11 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker(caller)  # raises torch's error
         states: list[dict[str, Any]] = []
         for each in optimizers:
-            state = self._per_optimizer_states[id(each)] if self._enabled else None
+            if not self._enabled and caller != "step":
+                self._per_optimizer_states.pop(id(each), None)
+            state = self._per_optimizer_states[id(each)]
             if not self._enabled and caller == "step":
-                state = self._per_optimizer_states.pop(id(each), state)
-            if state is None:
-                state = {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
-                if caller != "step":
-                    self._per_optimizer_states[id(each)] = state
+                del self._per_optimizer_states[id(each)]
             if state["stage"] is OptState.STEPPED:
                 msg = "step() has already been called since the last update()."
                 raise RuntimeError(msg)
@@ -345,12 +327,6 @@ class GradScaler(torch.amp.GradScaler):
                 msg = "optimizer: of several, some were unscaled by unscale_() and some were not"
                 raise RuntimeError(msg)
         return states
-
-    def _report_of_torchs(self, state: dict[str, Any], norm: Tensor | None, why: str) -> StepReport:
-        """Count a step that torch's scaler skipped, and report it."""
-        stats = cast(GradStats, _read_before([state]))
-        self._skipped.on(stats.found_inf.device).add_(stats.found_inf)
-        return StepReport(stats if norm is None else stats.replace(norm=norm), f"torch's: {why}")
 
     def _unscale_grads_(
         self,
@@ -361,12 +337,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscale in place: torch's hook, behind unscale_ and _check_inf_per_device."""
         check_optimizers([optimizer], "param_groups")
-        refuse_fsdp1([optimizer], self.process_group)
-        grads = hold_of([optimizer], self.process_group)
+        grads = grads_to_read([optimizer], self.process_group, allow_float16=allow_fp16)
         if grads is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not allow_fp16:
-            refuse_float16(grads)
         inv_scale = _ops.moved(inv_scale, grads.device).reshape(())
         stats = grads.measure(Clip(scale=inv_scale.reciprocal()))
         grads.rescale_(inv_scale)
@@ -416,5 +389,5 @@ def _read_before(states: list[dict[str, Any]]) -> GradStats | None:
     stats: GradStats | None = states[0].get("stats")
     # Those of separate `unscale_` calls are each of one optimizer.
     if stats is None or any(state.get("stats") is not stats for state in states):
-        return unread(found_inf)
+        return GradStats(_ops.unread(found_inf))
     return stats.replace(found_inf=found_inf)

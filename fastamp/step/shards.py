@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastamp._ops import local_of
+from fastamp._ops import is_spread, local_of
+
+__all__ = ["Shards", "is_spread", "shards_of"]
 
 
 class Shards(NamedTuple):
@@ -35,44 +37,33 @@ class Shards(NamedTuple):
             torch.autograd.graph.increment_version(grads)
 
 
-def is_spread(tensor: Any) -> bool:
-    """Say whether a tensor is a DTensor."""
-    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
-
-
 @torch.no_grad()
-def shards_of(optimizer: Optimizer) -> Shards | str | None:  # noqa: C901 - one row a reason
+def shards_of(optimizer: Optimizer) -> Shards | str | None:
     """Return this rank's shards; None without DTensors; or say why torch has to step."""
     if "torch.distributed.tensor" not in sys.modules:
         return None
     if not any(is_spread(p) for group in optimizer.param_groups for p in group["params"]):
         return None
-    found = Shards([], {}, [], [])
+    shards = Shards([], {}, [], [])
     for group in optimizer.param_groups:
-        held: list[Tensor] = []
-        wholes: list[Tensor] = []
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            if is_spread(param) != is_spread(param.grad):
-                return "a gradient's dtype, layout or device"
-            local, state = local_of(param), {}
-            for name, value in (optimizer.state.get(param) or {}).items():
-                if is_spread(value) and not _has_placements_of(value, param):
-                    return "a state has another mesh or other placements than its parameter"
-                state[name] = local_of(value)
-            if is_spread(param) and not _has_placements_of(param.grad, param):
-                return "a gradient has another mesh or other placements than its parameter"
-            held.append(local)
-            wholes.append(param)
-            found.grads.append(local_of(param.grad))
-            found.parameters.append(param)
+        wholes = [param for param in group["params"] if param.grad is not None]
+        for param in wholes:
+            state = optimizer.state.get(param) or {}
+            beside = [param.grad, *(value for value in state.values() if is_spread(value))]
+            if not all(_is_spread_as(each, param) for each in beside):
+                return "a gradient or state is sharded otherwise than its parameter"
             if state:
-                found.states[local] = state
-        found.groups.append({**group, "params": held, "wholes": wholes})
-    return found
+                shards.states[local_of(param)] = {n: local_of(v) for n, v in state.items()}
+        shards.groups.append(
+            {**group, "params": [local_of(param) for param in wholes], "wholes": wholes}
+        )
+        shards.grads.extend(local_of(param.grad) for param in wholes)
+        shards.parameters.extend(wholes)
+    return shards
 
 
-def _has_placements_of(one: Any, other: Any) -> bool:
-    """Say whether two DTensors have the same mesh, which may be a copy, and placements."""
+def _is_spread_as(one: Any, other: Any) -> bool:
+    """Say whether two tensors have the same mesh, which may be a copy, and placements, or none."""
+    if not is_spread(one) or not is_spread(other):
+        return is_spread(one) == is_spread(other)
     return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)

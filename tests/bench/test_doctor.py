@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastamp
-from fastamp._ops import choose, reinstall
+from fastamp._ops import choose
 from fastamp.bench import doctor, environment
 from fastamp.bench.__main__ import main
 
@@ -25,7 +25,6 @@ PYTHON = shlex.quote(sys.executable)
 def look(capsys, monkeypatch):
     """Return what the doctor says of the installation, from the end of the table on."""
     monkeypatch.setattr(choose, "_only", None)
-    monkeypatch.setattr(reinstall, "_source", lambda: ["/src/fast amp"])
 
     def run():
         assert main(LOOK) == 0
@@ -45,7 +44,7 @@ def test_a_pure_python_install_is_named_with_its_remedy(look, monkeypatch):
     monkeypatch.setattr(choose, "_tables", dict)
     monkeypatch.setattr(choose, "NO_CUDA", "no C++ compiler was found")
     command = f"{PYTHON} -m pip install --force-reinstall --no-deps --no-cache-dir"
-    command += " '/src/fast amp'"
+    command += " FOLDER_OF_ITS_SOURCES"
     said = look()
     assert "cpu     pure Python" in said
     assert "fastamp was installed without its compiled code: no C++ compiler was found. " in said
@@ -116,27 +115,6 @@ def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_unit
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "CUDA_VISIBLE_DEVICES='' is set. Fix it: unset CUDA_VISIBLE_DEVICES" in look()
-
-
-def test_what_was_built_here_comes_again_from_where_it_came(monkeypatch):
-    saved = {}
-
-    class Distribution:
-        def read_text(self, name):
-            assert name == "direct_url.json"
-            return saved["text"]
-
-    monkeypatch.setattr(reinstall.importlib.metadata, "distribution", lambda _: Distribution())
-    for url, source in (
-        ({"url": "file:///a%20b", "dir_info": {"editable": True}}, ["-e", "/a b"]),
-        ({"url": "file:///a.tar.gz", "archive_info": {}}, ["/a.tar.gz"]),
-        ({"url": "file:///a.whl", "archive_info": {}}, []),
-        ({"url": "https://h/r.git", "vcs_info": {"vcs": "git"}}, []),
-        (None, []),
-    ):
-        saved["text"] = url and json.dumps(url)
-        assert reinstall._source() == source
-    assert reinstall.install_again().endswith("--no-cache-dir FOLDER_OF_ITS_SOURCES")
 
 
 # The regions of a user's own loop

@@ -39,8 +39,7 @@ IMPORTS = {
     "fastamp._progress": set(),
     "fastamp._ops": set(),
     "fastamp._ops.types": {"fastamp._ops.private"},
-    "fastamp._ops.choose": {EXTENSION, "fastamp._build", "fastamp._ops.reinstall"},
-    "fastamp._ops.reinstall": set(),
+    "fastamp._ops.choose": {EXTENSION, "fastamp._build"},
     "fastamp._ops.private": set(),
     **{name: {"fastamp._ops"} for name in BOTTOM},
     "fastamp.data": {"fastamp._ops", "fastamp._files", "fastamp._progress"},
@@ -56,14 +55,10 @@ IMPORTS = {
         "fastamp._progress",
         *BOTTOM,
     },
-    "fastamp.bench.doctor": {
-        "fastamp.bench",
-        "fastamp._ops.choose",
-        "fastamp._ops.reinstall",
-    },
+    "fastamp.bench.doctor": {"fastamp.bench", "fastamp._ops.choose"},
 }
 # These may not import what lies below them.
-ALONE = {"fastamp", "fastamp._ops.types", "fastamp._ops.choose", "fastamp._ops.reinstall"}
+ALONE = {"fastamp", "fastamp._ops.types", "fastamp._ops.choose"}
 
 
 def refused_includes(path: str, text: str) -> list[str]:

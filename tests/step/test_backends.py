@@ -10,7 +10,7 @@ from support.processes import run_python
 import fastamp
 from fastamp import _ops
 from fastamp._ops import choose
-from fastamp._ops.reinstall import install_again
+from fastamp._ops.choose import install_again
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HAS_CORE = "cpu" in fastamp.backends()
@@ -116,7 +116,7 @@ def test_a_torch_without_the_exchange_table_gets_the_fallback_and_is_told_once(
     assert not is_served
     assert "needs torch 2.10 or later" in said
     assert "--upgrade 'torch>=2.10'" in said
-    assert "needs torch 2.10 or later" in choose.why_fallback(GPU).text
+    assert "needs torch 2.10 or later" in choose.why_fallback(GPU)
     assert served_with_warnings(GPU) == (False, [])
     assert (fastamp.backends(), _ops.core()) == (["fallback"], None)
 
@@ -128,7 +128,7 @@ def test_who_asks_for_the_fallback_is_not_told(chosen_anew, monkeypatch):
     monkeypatch.setenv("FASTAMP_BACKEND", "fallback")
     for device in (CPU, GPU):
         assert served_with_warnings(device) == (False, [])
-        assert choose.why_fallback(device).text == "FASTAMP_BACKEND=fallback is set"
+        assert choose.why_fallback(device).split(".")[0] == "FASTAMP_BACKEND=fallback is set"
 
 
 @needs_core
@@ -137,11 +137,10 @@ def test_a_cuda_device_that_the_kernels_cannot_run_on_is_named_once(chosen_anew)
     is_served, (said,) = served_with_warnings(GPU)
     assert not is_served
     is_built = _ops.core().built_with_cuda
-    who = "tensors on cuda:0" if is_built else "CUDA tensors"
     why = "update the" if is_built else f"fastamp was built without CUDA code: {choose.NO_CUDA}"
-    assert said.startswith(f"{who} get the slower pure-Python fallback (FASTAMP_BACKEND=fallback ")
+    assert said.startswith("the slower pure-Python fallback is used (FASTAMP_BACKEND=fallback ")
     assert why in said
-    assert said.endswith(f". Fix it: {install_again()}")
+    assert said.endswith(install_again())
     with _ops.use_only("fallback"):  # who asks for it need not be told
         assert served_with_warnings(GPU) == (False, [])
 
@@ -198,7 +197,7 @@ def test_a_pure_python_install_says_what_was_missing(chosen_anew, monkeypatch, d
     assert (fastamp.backends(), _ops.core()) == (["fallback"], None)
     is_served, said = served_with_warnings(device)
     why = "installed without its compiled code: no C++ compiler was found"
-    assert choose.why_fallback(device).text.endswith(why)
+    assert choose.why_fallback(device).startswith(f"fastamp was {why}")
     assert not is_served
     assert [f"{why}. Fix it: " in message for message in said] == [True] * (device == GPU)
 

@@ -21,9 +21,9 @@ import fastamp
 from fastamp import _ops
 from fastamp.step import native
 
+ADAMW_OPTIONS = ["betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"]
 SIZES = [(3,), (70, 5), (0,), (1025,)]
 OVERFLOWS = {0, 1, 4}
-ADAMW_OPTIONS = ["betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"]
 ADAMW = torch.optim.AdamW
 
 
@@ -102,7 +102,7 @@ def test_torchs_steps_in_between_find_the_counts(apart, device):
     ours, theirs = Run(device), Run("cpu", PythonScaler)
     ours.steps(3)
     handle = ours.optimizer.register_step_post_hook(lambda *_: None)
-    ours.steps(1, way="torch's: there is a step hook")
+    ours.steps(1, way="torch's: hooks, patches or modes around the step")
     handle.remove()
     assert ours.counts() == [2.0] * 4
     ours.steps(3)
@@ -259,7 +259,7 @@ def test_a_capture_needs_groups_that_are_fused_or_capturable(options, is_native,
     core = SimpleNamespace(Update=str, rules={"Adam": ((), True, "zeros", ADAMW_OPTIONS)})
     monkeypatch.setattr(_ops, "core", lambda: core)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    why = "a graph captures the step of a group that is neither fused nor capturable"
+    why = "a graph captures a group that is neither fused nor capturable"
     found = native.prepare(optimizer)
     if is_native:
         assert (found[0], found[1].update) == ("backend of cuda:0", "Adam")

@@ -3,7 +3,6 @@
 import ctypes
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from support.updates import everything
 import fastamp
 from fastamp import _ops
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

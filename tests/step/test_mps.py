@@ -5,7 +5,7 @@ from support.played_mps import Played, PlayMps
 
 import fastamp
 from fastamp import _ops
-from fastamp._ops import fallback, over_ranks, types
+from fastamp._ops import fallback, types
 
 
 def train(scaler, weight, make):
@@ -35,7 +35,7 @@ def test_tensors_on_mps_get_the_fallback_under_autocast_with_a_scaler(monkeypatc
     on_cpu = start.clone().requires_grad_()
     with _ops.use_only("fallback"):
         expected = train(fastamp.GradScaler("cpu"), on_cpu, torch.clone)
-    for module in (fallback, over_ranks, types):
+    for module in (fallback, types):
         monkeypatch.setattr(module, "PLAIN_TYPES", (torch.Tensor, torch.nn.Parameter, Played))
     with PlayMps():
         weight = Played(start.clone()).requires_grad_()

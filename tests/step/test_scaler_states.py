@@ -37,30 +37,3 @@ def test_an_empty_state_is_torchs_error_and_a_disabled_scaler_takes_anything(cls
     with pytest.raises(RuntimeError, match="source state dict is empty"):
         cls("cpu").load_state_dict({})
     cls("cpu", enabled=False).load_state_dict({"x": 1})
-
-
-def test_a_scaler_whose_first_step_was_in_inference_mode_steps_outside_of_it(backend, device):
-    parameters = parameters_with(torch.ones(3, dtype=torch.float64, device=device))
-    optimizer = torch.optim.SGD(parameters, lr=1.0, fused=True)
-    scaler = fastamp.GradScaler(device, enabled=False)
-    with torch.inference_mode():
-        scaler.step(optimizer, max_norm=1.0)
-    parameters[0].grad = torch.full((3,), math.inf, dtype=torch.float64, device=device)
-    scaler.step(optimizer, max_norm=1.0)
-    assert scaler.skipped_steps == 1
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-@pytest.mark.parametrize("name", ["scale", "_growth_tracker"])
-def test_a_number_in_a_scalers_state_may_be_a_tensor_as_torch_takes_it(name, is_used):
-    found = []
-    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
-        scaler = cls("cpu", init_scale=4.0)
-        if is_used:
-            scaler.scale(torch.ones(()))
-        state = {**scaler.state_dict(), name: torch.tensor(7)}
-        scaler.load_state_dict(state)
-        scaled = scaler.scale(torch.ones(())).item()
-        found.append((scaled, scaler.get_scale(), scaler._get_growth_tracker()))
-    assert found[0] == found[1]
-    assert 7 in found[1]

@@ -3,20 +3,14 @@
 import copy
 import math
 import sys
-from unittest import mock
 
 import pytest
 import torch
 from support.bits import bits
-from support.gradients import parameters_with, random
-from support.training import make_scaler, one_step
 from support.updates import RULES, SIZES, give, make, scaler_of
 
 import fastamp
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-FIRST_FAULT = [(2, 13), (2, 15)]
-SECOND_FAULT = [(2, 13)]
 """The versions in which torch's faults are known: another one may have mended them."""
 
 
@@ -108,81 +102,6 @@ def test_a_first_step_that_is_skipped_leaves_zeros_or_nothing(name, options, bac
     optimizer.state_dict()  # asks for the counts
     found = [v for state in optimizer.state.values() for v in state.values() if v is not None]
     assert not any(value.any() for value in found)
-
-
-def uninitialized(tensor, **_options):
-    """Return what fresh memory may hold."""
-    return torch.full_like(tensor, math.nan)
-
-
-def sgd_after(cls, device, overflows, **options):
-    """Train with SGD, whose first step may overflow; return a parameter and its momentum."""
-    (parameter,) = parameters_with(torch.zeros(1000, device=device))
-    optimizer, scaler = torch.optim.SGD([parameter], 0.1, 0.9, **options), make_scaler(cls, device)
-    with mock.patch.object(torch, "empty_like", uninitialized):
-        for i in range(3):
-            parameter.grad = random(1000, torch.float32, device, seed=i) * scaler.get_scale()
-            if overflows and i == 0:
-                parameter.grad[0] = math.inf
-            one_step(scaler, optimizer, device)
-            scaler.update()
-    return torch.stack([parameter.detach(), optimizer.state[parameter]["momentum_buffer"]])
-
-
-@pytest.mark.parametrize("overflows", [True, False])
-@pytest.mark.parametrize("rule", [{"nesterov": True}, {"dampening": 0.5}], ids=str)
-def test_fused_sgd_takes_fresh_memory_for_momentum_in_torch_and_not_here(
-    rule, overflows, backend, device
-):
-    if TORCH in FIRST_FAULT and overflows and device == "cpu":
-        assert sgd_after(torch.amp.GradScaler, device, overflows, fused=True, **rule).isnan().all()
-    expected = sgd_after(torch.amp.GradScaler, device, overflows, foreach=False, **rule)
-    for options in ({"fused": True}, {}):
-        ours = sgd_after(fastamp.GradScaler, device, overflows, **options, **rule)
-        torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("max_norm", [None, 1e9])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fused_sgd_leaves_most_short_parameters_as_they_are_in_torch_and_not_here(
-    dtype, max_norm, enabled, compiled
-):
-    (parameter,), (other,) = (parameters_with(torch.ones(1000, dtype=dtype)) for _ in "ab")
-    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    scaler = scaler_of(enabled=enabled, init_scale=1.0)
-    scaler.step(optimizer, max_norm=max_norm)
-    assert scaler.last_step.way.startswith("native")
-    assert optimizer.param_groups[0]["fused"] is True
-    assert parameter.eq(-1).all()
-    torch.optim.SGD([other], lr=1.0, fused=True).step()
-    if TORCH in SECOND_FAULT and dtype != torch.float32:
-        assert other.eq(-1).sum() == 8
-
-
-@pytest.mark.parametrize("zero_grad", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_end_unscaled_and_clipped_or_are_left_as_they_are(
-    dtype, zero_grad, compiled, device
-):
-    parameters, optimizer = make("adamw", dtype, sizes=SIZES[:4], fused=True)
-    for factor, max_norm in (64.0, 0.5), (64.0, None), (1.0, 1e9):
-        give(parameters, factor, seed=1)
-        expected = [p.grad.float() / factor for p in parameters]
-        grads = [p.grad for p in parameters]
-        before = [grad.clone() for grad in grads]
-        if max_norm is not None:
-            norm = torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in expected]))
-            expected = [g * min(1.0, max_norm / (norm.item() + 1e-6)) for g in expected]
-        scaler = scaler_of(init_scale=factor)
-        scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad)
-        assert scaler.last_step.way.startswith("native")
-        if zero_grad:
-            assert all(p.grad is None for p in parameters)
-            assert all(map(torch.equal, grads, before))
-        else:
-            assert all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
-            torch.testing.assert_close(grads, [g.to(dtype) for g in expected])
 
 
 @pytest.mark.parametrize("skips", [True, False])

@@ -1,4 +1,4 @@
-"""Threads and processes: steps at once, no thread beyond torch's number, workers after a fork."""
+"""A step in the midst of another, no thread beyond torch's number, and workers after a fork."""
 
 import math
 import threading
@@ -8,36 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.gradients import parameters_with, random
+from support.gradients import parameters_with
 from support.processes import run_python
-from support.training import OPTIMIZERS, assert_same_bits, make_scaler, one_step
 
 import fastamp
 from fastamp.step import native
 
-SIZES = (300_001, 7, 70_000, 65_536)  # several chunks: enough for the threads to share
 ADAMW = partial(torch.optim.AdamW, weight_decay=0, eps=0)
 SGD = partial(torch.optim.SGD, momentum=0, fused=True)
 WITHOUT_GPU = [name for name in fastamp.backends() if name != "cuda"]
-
-
-def step_a_model(device, name, seed):
-    """Take six steps, one of them skipped, on two threads; return what there is afterwards."""
-    torch.set_num_threads(2)
-    parameters = parameters_with(*[torch.zeros(size, device=device) for size in SIZES])
-    optimizer = OPTIMIZERS[name](parameters)
-    scaler = make_scaler(fastamp.GradScaler, device)
-    norms = []
-    for i in range(6):
-        for j, parameter in enumerate(parameters):
-            parameter.grad = random(parameter.shape, torch.float32, device, seed=100 * seed + i + j)
-        if i == seed:
-            parameters[0].grad[-1] = torch.inf
-        one_step(scaler, optimizer, device, max_norm=1e-4)
-        scaler.update()
-        norms.append(scaler.last_step.norm)
-    assert scaler.skipped_steps == 1
-    return [*[p.detach() for p in parameters], *norms, scaler._scale]
 
 
 def in_threads(calls, *, at_once):
@@ -76,18 +55,6 @@ def test_a_step_in_the_midst_of_anothers_loses_neither(
         assert p.eq(-2).all()
     states = optimizer.state_dict()["state"].values()
     assert all(state["step"] == 2 for state in states if "step" in state)
-
-
-@pytest.mark.parametrize("name", ["adamw fused", "sgd momentum"])
-def test_two_models_step_at_once_as_one_after_the_other(backend, device, name):
-    before = torch.get_num_threads()
-    calls = [lambda seed=seed: step_a_model(device, name, seed) for seed in range(2)]
-    try:
-        expected = in_threads(calls, at_once=False)
-        for _ in range(3):
-            assert_same_bits(in_threads(calls, at_once=True), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 COUNT_THREADS = """

@@ -52,7 +52,6 @@ def odd_gradients(device: str) -> dict[str, torch.Tensor]:
         "conjugate": torch.complex(base, base).conj(),
         "negative": torch.complex(base, base).conj().imag,
         "uncoalesced": sparse.to(device),
-        "expanded": torch.tensor([[2.0], [3.0]], device=device).expand(2, 5),
     }
 
 

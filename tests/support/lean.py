@@ -48,7 +48,7 @@ def give(parameters, step, *, bad=False):
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters:
         grad = torch.randn(parameter.shape, generator=generator).bfloat16()
-        parameter.grad = (0.1 * grad).bfloat16().to(parameter)
+        parameter.grad = torch.empty_like(parameter).copy_((0.1 * grad).bfloat16())
     if bad:
         next(p for p in parameters if p.numel()).grad.view(-1)[0] = torch.inf
 

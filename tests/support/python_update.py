@@ -15,7 +15,7 @@ import fastamp
 from fastamp import _ops
 from fastamp._ops import Clip
 from fastamp.step import StepReport
-from fastamp.step.make_step import hold_of, measure
+from fastamp.step.make_step import grads_to_read, measure
 
 
 class PythonScaler(fastamp.GradScaler):
@@ -25,9 +25,9 @@ class PythonScaler(fastamp.GradScaler):
         states = self._states_of([optimizer])
         with _ops.use_only("fallback"):
             scale = self._scale if self.is_enabled() else None
-            stats = measure(hold_of([optimizer], None), Clip(scale, max_norm))
+            stats = measure(grads_to_read([optimizer], None), Clip(scale, max_norm))
         make_update(optimizer, stats.factor.item(), stats.found_inf.item(), zero_grad=zero_grad)
-        self.last_step = StepReport(stats, "by Python")
+        self.last_step = StepReport(stats.values, "by Python")
         states[0]["stage"] = OptState.STEPPED
         states[0]["found_inf_per_device"] = {torch.device("cpu"): stats.found_inf}
 
