@@ -495,6 +495,9 @@ def test_parameters_and_gradients_of_other_kinds_are_refused_by_name():
     weight.grad = torch.zeros(4, 64).to_sparse()
     with pytest.raises(RuntimeError, match=r"cannot make this step: .*a gradient's dtype, layout"):
         optimizer.step()
+    flat = torch.nn.Parameter(torch.zeros(100_000))
+    with pytest.warns(UserWarning, match=r"saves nothing for param_groups\[0\]\['params'\]\[1\]"):
+        fastamp.SGD([weight, flat], momentum=0.9, moments="8bit")
 
 
 def test_frozen_parameters_may_have_any_dtype(backend):
