@@ -294,16 +294,6 @@ def test_what_cannot_be_in_mid_run_is_refused_by_name_and_changes_nothing(
     assert ("low" in optimizer.state[parameter]) == optimizer.param_groups[0]["exact"]
 
 
-def test_weights_that_became_float32_use_no_lower_half(backend, device):
-    parameters, optimizer = make(torch.bfloat16, "float32", True, [(4, 100)], lr=0.0)
-    train(parameters, optimizer, 2)
-    parameters[0].data, parameters[0].grad = parameters[0].detach().float(), None
-    before = parameters[0].detach().clone()
-    assert torch.equal(optimizer.master_weights()[0], before)
-    train(parameters, optimizer, 1)
-    assert torch.equal(parameters[0], before)
-
-
 def by_state(parameters, optimizer):
     formats_of = [optimizer.param_groups[0][name] for name in ("moments", "exact")]
     others, other = make(parameters[0].dtype, *formats_of, name=type(optimizer).__name__)
@@ -500,6 +490,9 @@ def test_parameters_and_gradients_of_other_kinds_are_refused_by_name():
     weight.grad = torch.zeros(4, 64).to_sparse()
     with pytest.raises(RuntimeError, match=r"cannot make this step: .*a gradient's dtype, layout"):
         optimizer.step()
+    flat = torch.nn.Parameter(torch.zeros(100_000))
+    with pytest.warns(UserWarning, match=r"saves nothing for param_groups\[0\]\['params'\]\[1\]"):
+        fastamp.SGD([weight, flat], momentum=0.9, moments="8bit")
 
 
 def test_frozen_parameters_may_have_any_dtype(backend):

@@ -421,15 +421,30 @@ def test_sharded_matrices_get_the_bits_of_whole_ones(count, layout, options, roo
 
 
 @pytest.mark.parametrize(("count", "shares"), [(8, [2, 2, 2, 2]), (3, [1, 1, 1, 0])])
-def test_ranks_share_the_products(count, shares, four):
-    found = four.run(4, muon_ranks.multiplied, count)
-    assert found == [[share] * (share > 0) for share in shares]
+def test_ranks_share_the_products_and_compare_their_first_step_alone(count, shares, four):
+    found = four.run(4, muon_ranks.counted, count)
+    assert found == [([share] * 3 * (share > 0), 1) for share in shares]
 
 
 def test_matrices_sharded_by_columns_are_torchs(four):
     reason = "torch's: a matrix is sharded by more than its rows"
     for ways, _ in four.run(2, muon_ranks.steps, "columns", [(32, 48)]):
         assert ways == {reason}
+
+
+@pytest.mark.parametrize("unlike", ["muon", "gradient"])
+@pytest.mark.parametrize(("layout", "ranks"), [("rows", [3]), ("hsdp", [0, 1])])
+def test_ranks_whose_first_step_is_unlike_the_others_are_an_error_on_all(
+    layout, ranks, unlike, four
+):
+    """They would wait for them, in a collective that these do not make."""
+    expected = "Muon's sharded matrices need the same step hooks, and gradients of the same "
+    expected += "matrices, on all ranks"
+    found = four.run(4, muon_ranks.unlike, layout, unlike, ranks)
+    for rank, (said, is_unchanged) in enumerate(found):
+        assert said.startswith(expected)
+        assert ("; here torch steps: " in said) == (unlike == "muon" and rank in ranks)
+        assert is_unchanged
 
 
 def test_what_some_ranks_lack_together_does_not_disturb_the_others(four):

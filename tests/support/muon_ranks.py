@@ -63,15 +63,21 @@ def in_backend(name, layout, options, room=muon.CPU_STACK):
         return steps(layout, **options), steps("alone", **options)
 
 
-def multiplied(count):
-    """Return how many matrices each stack of this rank has, of some that all ranks hold."""
-    found, place = [], placed("rows")
+def counted(count):
+    """Step three times; return the matrices of each stack, and the collectives of objects."""
+    stacks, place = [], placed("rows")
     parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(count)]
-    for p in parameters:
-        p.grad = place(torch.ones(8, 4))
-    with mock.patch.object(muon, "orthogonalize_", lambda stack, *_: found.append(len(stack))):
-        fastamp.optimizer_step(torch.optim.Muon(parameters))
-    return found
+    optimizer = torch.optim.Muon(parameters)
+    gather = dist.all_gather_object
+    with (
+        mock.patch.object(muon, "orthogonalize_", lambda stack, *_: stacks.append(len(stack))),
+        mock.patch.object(dist, "all_gather_object", side_effect=gather) as gathers,
+    ):
+        for _ in range(3):
+            for p in parameters:
+                p.grad = place(torch.ones(8, 4))
+            fastamp.optimizer_step(optimizer, zero_grad=True)
+    return stacks, gathers.call_count
 
 
 def trained(spreads):
@@ -96,6 +102,30 @@ def trained(spreads):
 def trained_by_both():
     """Train under FSDP2, and alone."""
     return trained(spreads=True), trained(spreads=False)
+
+
+def unlike(layout, unlike, ranks):
+    """Step, where some ranks alone have a hook, or lack a gradient.
+
+    Returns:
+        The error, and whether the step changed nothing.
+    """
+    place, is_unlike = placed(layout), dist.get_rank() in ranks
+    parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(2)]
+    optimizer = torch.optim.Muon(parameters, lr=0.02)
+    for p in parameters:
+        p.grad = place(torch.ones(8, 4))
+    before = [bits(whole(p)).tobytes() for p in parameters]
+    if is_unlike and unlike == "gradient":
+        parameters[1].grad = None
+    elif is_unlike:
+        optimizer.register_step_post_hook(lambda *_: None)
+    said = None
+    try:
+        fastamp.optimizer_step(optimizer, 1.0)
+    except RuntimeError as error:
+        said = str(error)
+    return said, [bits(whole(p)).tobytes() for p in parameters] == before
 
 
 def with_experts(lacking):
