@@ -14,9 +14,12 @@ __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(float x, __nv_bfloat16* out) { *out = __float2bfloat16_rn(x); }
 __device__ inline void from_float(float x, __half* out) { *out = __float2half_rn(x); }
 
+/// The one place that turns a Format into a device type.
 template <typename Fn>
 __device__ auto visit_format(Format format, Fn fn) {
-  return visit_types<__nv_bfloat16, __half>(format, fn);
+  if (format == Format::kBFloat16) return fn(__nv_bfloat16{});
+  if (format == Format::kFloat16) return fn(__half{});
+  return fn(float{});
 }
 
 }  // namespace fastamp
