@@ -13,7 +13,7 @@ from fastamp._ops import untraced
 from fastamp.data.items import Failed, Made, attempt, change, is_end
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
-from fastamp.data.runners import Threads, in_threads
+from fastamp.data.runners import InThreads
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -145,15 +145,15 @@ def copy_all(
         made = next(batches)
         return made if device is None else change(partial(to_device, device), made)
 
-    def take_in_thread() -> Made | Failed:
+    def begin(_number: int) -> Callable[[], Made | Failed]:
         torch.set_grad_enabled(grad)
         if copies is not None:
             copies.enter_thread()
-        return take()
+        return take
 
     taken: Iterator[Made | Failed] = iter(take, None)
     if thread:
-        taken = in_threads(Threads(1, "fastamp"), take_in_thread, repeat(()), ahead=1)
+        taken = InThreads(1, "fastamp", begin, repeat(()), ahead=1)
     elif ahead and copies is not None:
         taken = one_ahead(take)
     return taken if copies is None else map(partial(change, copies.deliver), taken)

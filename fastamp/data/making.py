@@ -33,14 +33,7 @@ from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers, seeded
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
-from fastamp.data.runners import (
-    Threads,
-    become_worker,
-    here,
-    in_threads,
-    make_in_worker,
-    own_copy,
-)
+from fastamp.data.runners import InThreads, become_worker, here, own_copy, timed
 from fastamp.data.sample_rng import Batch, Order, draw_seed, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns
 
@@ -169,11 +162,11 @@ class Making:
         """Return gathered batches; a thread gathers the next one, and begins its copy."""
         copies = CudaCopies(device)
 
-        def make(rows: Any, order: Order, number: int) -> Made:
+        def begin(_number: int) -> Callable[..., Made]:
             copies.enter_thread()
-            return gathered.make(rows, order, number, copies.start)
+            return partial(gathered.make, start=copies.start)
 
-        ahead = in_threads(Threads(1, "fastamp"), make, self._jobs(), ahead=1)
+        ahead = InThreads(1, "fastamp", begin, self._jobs(), ahead=1)
         return map(partial(change, copies.deliver), ahead)
 
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
@@ -213,17 +206,18 @@ class Making:
 
     def _in_threads(self) -> Iterator[Made | Failed]:
         loader, count, jobs = self.loader, self.loader.num_workers, self._jobs()
+        grad, ahead = torch.is_grad_enabled(), max(1, loader.prefetch_factor * count)
 
-        def begin(number: int) -> None:
+        def begin(number: int) -> Callable[..., Made]:
+            torch.set_grad_enabled(grad)
             seed = (self.own.base_seed or 0) + number  # as in torch's workers
             info = SimpleNamespace(id=number, num_workers=count, seed=seed, rng=None)
             info.dataset = own_copy(loader.dataset)
-            become_worker(info, self._items(info.dataset), loader.worker_init_fn)
+            with generators_kept():  # which torch's recipe for `worker_init_fn` seeds
+                become_worker(info, loader.worker_init_fn)
+            return partial(timed, self._items(info.dataset).make)
 
-        with generators_kept():  # which torch's recipe for `worker_init_fn` seeds
-            threads = Threads(count, "fastamp worker", begin)
-        make = partial(make_in_worker, torch.is_grad_enabled())
-        return in_threads(threads, make, jobs, ahead=max(1, loader.prefetch_factor * count))
+        return InThreads(count, "fastamp worker", begin, jobs, ahead=ahead)
 
     def _in_processes(self) -> Iterator[Made | Failed]:
         """Return the batches that torch's worker processes make of a map-style dataset."""

@@ -1,5 +1,6 @@
 """Who makes the batches of a pass: the loop's thread, other threads, or torch's processes."""
 
+import _thread
 import contextlib
 import copy
 import ctypes
@@ -8,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle, islice
 from queue import Empty, SimpleQueue
 from types import ModuleType, SimpleNamespace
@@ -17,13 +19,11 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.items import Failed, Items, Made, Make, attempt, is_end, reraise
-from fastamp.data.sample_rng import Order
+from fastamp.data.items import Failed, Made, Make, attempt, is_end, reraise
 
 
 class _Own(threading.local):
     info: SimpleNamespace | None = None
-    items: Items | None = None
 
 
 _own = _Own()
@@ -56,50 +56,84 @@ def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made | Failed]:
         yield attempt(make, job)
 
 
-class Threads:
-    """Threads that make batches in turn, and end with this object.
+class InThreads(Iterator[Made | Failed]):
+    """Batches that threads make in turn, delivered in order. The threads end with this object.
 
     Ctrl-C interrupts the loop's thread anywhere. Between taking a lock of Python's `threading` and
     the block that gives it back, the lock stays taken, and the threads of `concurrent.futures` wait
-    for it forever. So a pass that goes on only uses queues, which are written in C.
+    for it forever. So the loop's thread only uses queues, which are written in C.
     """
 
-    def __init__(self, count: int, name: str, begin: Callable[[int], object] = int) -> None:
-        """Start the threads. Each calls `begin` with its number, one after the other."""
+    def __init__(
+        self, count: int, name: str, begin: Callable[[int], Any], jobs: Iterator[Any], *, ahead: int
+    ) -> None:
+        """Start the threads, one after the other, and let them begin so many batches.
+
+        Each calls `begin` with its number, which returns what makes the batch of a job there.
+        """
         queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
-        threads = [
-            threading.Thread(
-                target=_serve,
-                args=(queue, weakref.ref(self, queue.put)),
-                name=f"{name}_{n}",
-                daemon=True,
+        threads: list[threading.Thread] = []
+        begun: SimpleQueue[Any] = SimpleQueue()
+        self._jobs, self._turns = jobs, cycle(queues)
+        self._under_way: deque[SimpleQueue[Any]] = deque()
+        self._end = weakref.finalize(self, _end, queues, threads)
+        for number, queue in enumerate(queues):
+            arguments = (queue, weakref.ref(self, queue.put), partial(begin, number), begun)
+            threads.append(
+                threading.Thread(
+                    target=_serve, args=arguments, name=f"{name}_{number}", daemon=True
+                )
             )
-            for n, queue in enumerate(queues)
-        ]
-        self._turns = cycle(queues)
-        weakref.finalize(self, _end, queues, threads)
-        for number, thread in enumerate(threads):
+            start_apart(threads[-1], begun)
+            found = [begun.get()]
+            if type(found[0]) is Failed:
+                reraise(found.pop().error)  # which no frame holds
+        self._submit(ahead)
+
+    def _submit(self, count: int) -> None:
+        for job in islice(self._jobs, count):
+            self._under_way.append(SimpleQueue())
+            next(self._turns).put((self._under_way[-1], job))
+
+    def __next__(self) -> Made | Failed:
+        self._submit(1)
+        made = [self._under_way.popleft().get()] if self._under_way else []
+        if not made or is_end(made[0]):
+            self._under_way.clear()
+            self._end()
+            raise StopIteration
+        batch: Made | Failed = made.pop()
+        return batch
+
+
+def start_apart(thread: threading.Thread, begun: Any) -> None:
+    """Start a thread in another one: `Thread.start` takes locks. If it does not start, say so."""
+
+    def start() -> None:
+        try:
             thread.start()
-            begun = [self.submit(begin, (number,)).get()]
-            if type(begun[0]) is Failed:
-                reraise(begun.pop().error)  # which no frame holds
+        except RuntimeError as error:
+            begun.put(Failed(error))
 
-    def submit(self, make: Any, job: Any) -> "SimpleQueue[Any]":
-        """Let the next thread make a batch; return the queue that it will be in."""
-        reply: SimpleQueue[Any] = SimpleQueue()
-        next(self._turns).put((reply, make, job))
-        return reply
+    _thread.start_new_thread(start, ())
 
 
-def _serve(queue: "SimpleQueue[Any]", _owner: Any) -> None:
+def _serve(queue: Any, _owner: Any, begin: Callable[[], Any], begun: Any) -> None:
     """Make batches until `_end` puts None; if Ctrl-C interrupts it, until the dead reference."""
+    try:
+        make = begin()
+        begun.put(None)
+    except BaseException as error:  # noqa: BLE001 - raised in the loop: also SystemExit
+        begun.put(Failed(error))
+        return
+    del begin, begun
     while type(job := queue.get()) is tuple:
-        reply, make, arguments = job
+        reply, arguments = job
         try:
             reply.put(make(*arguments))
-        except BaseException as error:  # noqa: BLE001 - raised in the loop: also SystemExit
+        except BaseException as error:  # noqa: BLE001
             reply.put(Failed(error))
-        del job, reply, make, arguments
+        del job, reply, arguments
 
 
 def _end(queues: "list[SimpleQueue[Any]]", threads: list[threading.Thread]) -> None:
@@ -114,33 +148,9 @@ def _end(queues: "list[SimpleQueue[Any]]", threads: list[threading.Thread]) -> N
             thread.join()
 
 
-def in_threads(
-    threads: Threads, make: Callable[..., Any], jobs: Iterator[Any], *, ahead: int
-) -> Iterator[Made | Failed]:
-    """Let threads make batches, in order, so many ahead of the loop; they end with the pass.
-
-    The first ones are under way when this returns.
-    """
-    under_way = deque(threads.submit(make, job) for job in islice(jobs, ahead))
-    return _in_order(threads, under_way, make, jobs)
-
-
-def _in_order(
-    threads: Threads, under_way: deque[Any], make: Any, jobs: Iterator[Any]
-) -> Iterator[Made | Failed]:
-    while under_way:
-        made = [under_way.popleft().get()]
-        if is_end(made[0]):
-            return
-        under_way.extend(threads.submit(make, job) for job in islice(jobs, 1))
-        yield made.pop()  # which no frame holds
-
-
-def become_worker(
-    info: SimpleNamespace, items: Items, worker_init_fn: Callable[[int], None] | None
-) -> None:
+def become_worker(info: SimpleNamespace, worker_init_fn: Callable[[int], None] | None) -> None:
     """Make the current thread a worker, in which torch computes on one thread, as in processes."""
-    _own.info, _own.items = info, items
+    _own.info = info
     torch.get_num_threads()  # torch sets OpenMP up for this thread now
     with contextlib.suppress(AttributeError, OSError):  # where torch computes without OpenMP
         ctypes.CDLL(None).omp_set_num_threads(1)  # for this thread alone
@@ -148,12 +158,10 @@ def become_worker(
         worker_init_fn(info.id)
 
 
-def make_in_worker(grad: bool, rows: Any, order: Order, number: int) -> Made:  # noqa: FBT001
-    """Return the batch that this thread's items make; `grad` is the loop's mode."""
-    torch.set_grad_enabled(grad)
-    start_s, items = time.thread_time(), _own.items
-    assert items is not None  # noqa: S101 - see become_worker
-    made = items.make(rows, order, number)
+def timed(make: Callable[..., Made], *job: Any) -> Made:
+    """Return the batch of a job, and the processor time of this thread for it."""
+    start_s = time.thread_time()
+    made = make(*job)
     return made._replace(cpu_s=time.thread_time() - start_s)
 
 

@@ -145,7 +145,7 @@ def test_passes_that_end_in_any_way_leave_nothing():
     check("from support import thread_trials as t; found = t.main(120, 1); assert not found, found")
 
 
-def test_a_pass_that_goes_on_takes_no_lock_that_ctrl_c_could_leave_taken():
+def test_the_loops_thread_takes_no_lock_that_ctrl_c_could_leave_taken():
     """Ctrl-C between `Condition.__enter__` and its block leaves a lock taken for ever."""
     names = []
 
@@ -153,10 +153,10 @@ def test_a_pass_that_goes_on_takes_no_lock_that_ctrl_c_could_leave_taken():
         if event == "call" and frame.f_code.co_filename == threading.__file__:
             names.append(frame.f_code.co_name)
 
-    batches = iter(fastamp.DataLoader([*range(8)], 2, num_workers=2, worker="thread"))
+    loader = fastamp.DataLoader([*range(8)], 2, num_workers=2, worker="thread")
     sys.setprofile(note)
     try:
-        assert len([*batches]) == 4
+        assert len([*loader]) == 4
     finally:
         sys.setprofile(None)
     assert "join" in names

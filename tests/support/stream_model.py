@@ -312,6 +312,7 @@ class Model(Devices, TorchFunctionMode):
             patch.setattr(torch.Tensor, "record_stream", _record_stream)
             patch.setattr(torch.accelerator, "is_available", lambda: True)
             fakes = {"threading": threads, "SimpleQueue": primitive, "Lock": primitive}
+            fakes["start_apart"] = lambda thread, _: thread.start()
             for module in modules:
                 for name in fakes.keys() & vars(module).keys():
                     patch.setattr(module, name, fakes[name])
