@@ -15,7 +15,7 @@ import nox
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "tests"]
 
-CXX = [p for root in ("csrc", "tests/emulate", "tests/native") for p in Path(root).rglob("*")]
+CXX = [p for root in ("csrc", "tests/emulate") for p in Path(root).rglob("*")]
 CXX = sorted(str(path) for path in CXX if path.is_file())
 
 
@@ -249,7 +249,7 @@ def faults(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Fuzz what is parsed or unpacked, and the native passes; `-- --help` lists the options."""
+    """Fuzz what is parsed or unpacked; `-- --help` lists the options."""
     env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}
     session.run("python", "-m", "support.fuzz_run", *session.posargs, env=env)
 

@@ -73,9 +73,8 @@ GROUPS = {
         _task("images", "256 JPEGs to 224x224, 8", "examples/task_images.py"),
     ],
 }
-ON_A_GPU = {  # rows of `bench step`, of which on_gpu.sh keeps the text
-    "gpt2/adamw": ("on an H200: a step of GPT-2", "fused AdamW"),
-}
+# Rows of `bench step`, of which on_gpu.sh keeps the text.
+ON_A_GPU = {"gpt2/adamw": ("on an H200: a step of GPT-2", "fused AdamW")}
 GPU = "nvidia_h200"
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="1000"'
 ABOUT = """Ratios: means over builds in fresh processes, 95 % intervals. Grey: no gain.
@@ -137,8 +136,8 @@ def _find(record: dict[str, Any], row: Row) -> Found:
 
 def _read(measurement: dict[str, Any]) -> Interval:
     """Return a figure's interval; None is an end that was not finite."""
-    ends = measurement["interval"].items()
-    return Interval(**{end: math.nan if x is None else x for end, x in ends})
+    ends: dict[str, float | None] = measurement["interval"]
+    return Interval(**{end: math.nan if x is None else x for end, x in ends.items()})
 
 
 def _show(time_s: float) -> str:

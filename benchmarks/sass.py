@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ARCHITECTURES = (75, 80, 90, 100, 120)
-FILES = ("cuda", "update", "lean")
+FILES = ("cuda", "update")
 WANTED = 8
 WANTED_ON = {75, 80, 90, 100}
 """Where memory needs them: on 120 a third is enough (docs/how/numerics.md)."""
@@ -192,10 +192,10 @@ def rows_of(kernels: dict[str, Code], architecture: int) -> tuple[list[str], boo
             for loop in loops_of(code)
             if any(each.opcode.startswith("LDG.E.128") for each in loop.values())
         ]
-        if "lean_kernel" in name and loops:
+        if "LeanEntry" in name and loops:
             count = instructions_of(max(loops, key=len))
             row += f", {count / ELEMENTS:.0f} an element"
-        if name.startswith(("reduce_kernel", "update_kernel", "lean_kernel")):
+        if name.startswith(("reduce_kernel", "update_kernel")):
             flights = sorted(loads_in_flight(loop) for loop in loops)
             row += f", 16-byte loads in flight {flights}"
             is_norm = name.startswith("reduce_kernel") and architecture in WANTED_ON
@@ -218,7 +218,7 @@ def main() -> None:
             all_right &= is_right
             kernels_seen |= {name.partition("<")[0] for name in kernels}
             print(*rows, sep="\n", flush=True)
-    if missing := {"reduce_kernel", "update_kernel", "lean_kernel"} - kernels_seen:
+    if missing := {"reduce_kernel", "update_kernel"} - kernels_seen:
         sys.exit(f"the sources have no {', '.join(sorted(missing))}")
     if not all_right:
         sys.exit("a kernel spills, or the norm's loads do not go out together")

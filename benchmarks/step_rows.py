@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fastamp.bench.race import Case
     from fastamp.bench.record import Task
 
-CODES_RTOL = 0.04  # 8-bit codes of large first moments are 1/16 apart, and the nearest is taken
 PRODUCTS_RTOL = 0.05  # of the norm of Muon's step: fifteen products in bfloat16
 MUON_RATE = 0.02
 METRICS = step.METRICS
@@ -86,7 +85,7 @@ class Clip(Side):
 class Lean(Side):
     """fastamp.AdamW on bfloat16 weights, whose passes are in units of bfloat16."""
 
-    codes_rtol = CODES_RTOL
+    codes_rtol = 0.04  # 8-bit codes of large first moments are 1/16 apart: the nearest is taken
 
     def passes(self) -> tuple[int, int]:
         """Return what moves: gradient, weight, its lower half, and moments of 2 bytes or 1."""

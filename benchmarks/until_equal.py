@@ -30,6 +30,7 @@ from fastamp.timer.timer import align
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = 5  # at least
 STEPS = 400  # of the reference's horizon, without --steps
 PARTS = 40  # of the horizon: a visit, and an evaluation after it
@@ -97,16 +98,16 @@ def train(arms: list[Arm], seed: int, steps: int, target: float) -> Seed:
 
     The first arm stops after its steps where no loss is a target, and else after MOST times them.
     """
-    device, reference = "cuda" if torch.cuda.is_available() else "cpu", arms[0].name
-    trainers = {arm.name: Trainer(arm, device, seed) for arm in arms}
-    judge = Trainer(arms[0], device, seed)
+    reference = arms[0].name
+    trainers = {arm.name: Trainer(arm, DEVICE, seed) for arm in arms}
+    judge = Trainer(arms[0], DEVICE, seed)
     curves = {name: Curve(losses=[_score(judge, each)]) for name, each in trainers.items()}
     most = steps if target == -math.inf else MOST * steps
     live, rng, part = [*trainers], np.random.default_rng(seed), max(round(steps / PARTS), 1)
     while live:
         for name in rng.permutation(live).tolist():
             trainer = trainers[name]
-            elapsed_s = _time_visit(trainer, device)
+            elapsed_s = _time_visit(trainer)
             curves[name].add(trainer.steps, elapsed_s, _score(judge, trainer))
             trainer.steps = part  # after the first visit, of one step
         crossed = curves[reference].cross(target)
@@ -119,9 +120,9 @@ def train(arms: list[Arm], seed: int, steps: int, target: float) -> Seed:
     return curves
 
 
-def _time_visit(trainer: Trainer, device: str) -> float:
+def _time_visit(trainer: Trainer) -> float:
     trainer.prepare()
-    synchronize = torch.get_device_module(device).synchronize
+    synchronize = torch.get_device_module(DEVICE).synchronize
     synchronize()
     start_s = perf_counter()
     trainer.visit()
@@ -200,9 +201,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--loss", type=float, help="the target")
     add("--json", type=Path, help="write the curves to this file")
     args = parser.parse_args(argv)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     task = with_absolute_path(args.task)
-    arms = list_arms(task, choose_precisions(device), args.arms)
+    arms = list_arms(task, choose_precisions(DEVICE), args.arms)
     target, seeds = args.loss, range(args.seeds)
     if target is None:
         target = find_target(arms[0], args.steps, seeds)

@@ -50,7 +50,7 @@ AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
 PLAYED = os.environ.get("FASTAMP_GPU") == "emulated"
 """The emulated kernels play the GPU: GPU tests run on them, but for those that need a real one."""
 LONGEST = ["test_parallel.py", "test_shards.py", "test_examples.py", "test_train.py"]
-LONGEST += ["test_resume.py", "test_loader.py", "test_bench.py", "test_slots.py", "test_faults.py"]
+LONGEST += ["test_resume.py", "test_loader.py", "test_bench.py", "test_lean.py", "test_faults.py"]
 """The files to start with, so that no worker is left with a long one at the end."""
 SKIPPED = os.environ.get("FASTAMP_SKIPPED")
 """A file for the names of tests that are skipped for want of a package: CI runs them next."""

@@ -22,22 +22,19 @@ constexpr int kThreads = kWarp * static_cast<int>(kStripsPerChunk);  // one warp
 // thread 80 registers, of which the vectors take 32.
 constexpr int kBlocksPerProcessor = 3;
 
-struct Entry {
+struct Entry : Chunked {
   void* data;
-  std::uint32_t first_chunk;
-  std::uint32_t tail_numel : 24;  // elements of the last chunk
-  std::uint32_t format : 8;
 };
 // The first driver that reads compressed code: of CUDA 12.4. One of 12.x runs nothing of 13.x.
 constexpr int kOldestDriver = CUDART_VERSION < 13000 ? 12040 : 13000;
-static_assert(Table<Entry, kLongTable>::kMax > 2000);
+static_assert(kLongTable / sizeof(Entry) > 2000);
 static_assert(sizeof(Table<Entry, kLongTable>) + sizeof(double*) <= kMaxArguments);
 
 template <typename GradTable>
-__device__ TensorView find_chunk(const GradTable& table, std::uint32_t index) {
-  const Place place = find_place(table.entries, table.count, table.num_chunks, index, kChunk);
-  const Entry& entry = table.entries[place.entry];
-  const auto format = static_cast<Format>(entry.format);
+__device__ TensorView find_chunk(const GradTable& table) {
+  const Place place = table.place(blockIdx.x);
+  const Entry& entry = table.entries()[place.entry];
+  const auto format = static_cast<Format>(entry.grad_format);
   return {static_cast<char*>(entry.data) + place.start * size_of(format), place.numel, format};
 }
 
@@ -46,7 +43,7 @@ template <typename GradTable>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     reduce_kernel(const GradTable __grid_constant__ table, double* partial) {
   __shared__ double strips[kStripsPerChunk];
-  const TensorView chunk = find_chunk(table, blockIdx.x);
+  const TensorView chunk = find_chunk(table);
   const int strip = static_cast<int>(threadIdx.x) / kWarp;
   const int start = strip * static_cast<int>(kStrip);
   const int left = static_cast<int>(chunk.numel) - start;
@@ -101,7 +98,7 @@ __global__ void __launch_bounds__(kFinalLanes)
   }
   __syncthreads();
   if (is_skipped) return;
-  for (std::uint32_t i = threadIdx.x; i < counts.count; i += kFinalLanes) *counts.entries[i] += 1;
+  for (std::uint32_t i = threadIdx.x; i < counts.count; i += kFinalLanes) *counts.entries()[i] += 1;
 }
 
 template <typename T>
@@ -129,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
     rescale_kernel(const GradTable __grid_constant__ table, const float* factor) {
   const float value = *factor;
   if (value == 1.0F) return;
-  const TensorView chunk = find_chunk(table, blockIdx.x);
+  const TensorView chunk = find_chunk(table);
   visit_format(chunk.format, [&](auto tag) {
     rescale_chunk(static_cast<decltype(tag)*>(chunk.data), static_cast<int>(chunk.numel), value);
   });
@@ -138,26 +135,26 @@ __global__ void __launch_bounds__(kThreads)
 /// Calls use(table) for tables that hold all tensors.
 template <typename Use>
 void for_each_grad_table(const TensorList& tensors, const Use& use) {
-  const auto add = [&](std::size_t i, auto& table) {
-    if (tensors[i].numel == 0) return;
-    Entry& entry = table.entries[table.count++];
-    entry.data = tensors[i].data;
-    entry.format = static_cast<std::uint32_t>(tensors[i].format);
-    place_entry(entry, tensors[i].numel, kChunk, table.num_chunks);
+  const auto fill = [&](auto& packer) {
+    for (const TensorView& view : tensors) {
+      Entry entry{};
+      entry.data = view.data;
+      entry.grad_format = static_cast<std::uint32_t>(view.format) & 3U;
+      if (view.numel > 0) packer.add(entry, view.numel);
+    }
   };
-  for_each_table<Entry>(tensors.size(), add, [&](const auto& table) {
-    if (table.num_chunks > 0) use(table);
-  });
+  for_each_table<Entry>(kChunk, fill, use);
 }
 
 /// Launches finish_kernel, and once more for each further table of counts.
 void launch_finish(const UpdateList* counted, double* work, std::int64_t num_chunks, ClipSpec clip,
                    GradStats* stats, cudaStream_t stream) {
-  const auto add = [&](std::size_t i, auto& table) {
-    if (float* step = counted->parameters[i].step) table.entries[table.count++] = step;
+  const auto fill = [&](auto& packer) {
+    if (counted == nullptr) return;
+    for (const ParameterView& view : counted->parameters)
+      if (view.step != nullptr) packer.add(view.step);
   };
-  const std::size_t size = counted == nullptr ? 0 : counted->parameters.size();
-  for_each_table<float*>(size, add, [&](const auto& table) {
+  const auto use = [&](const auto& table) {
     using CountTable = std::decay_t<decltype(table)>;
     launch("finish_kernel", finish_kernel<CountTable>, 1, kFinalLanes, stream, table, work,
            num_chunks, clip, stats);
@@ -167,7 +164,8 @@ void launch_finish(const UpdateList* counted, double* work, std::int64_t num_chu
       work = nullptr;
       num_chunks = 0;
     }
-  });
+  };
+  for_each_table<float*>(kChunk, fill, use, true);
 }
 
 void grad_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,

@@ -18,73 +18,77 @@ constexpr std::int64_t kBlock = 512;
 constexpr int kMaxTensors = 2 + kMaxStates;  // of one parameter, its gradient and itself included
 constexpr std::size_t kPrefetchChunks = 2;   // fewer than for a norm: updates take longer
 
-/// Converts elements of 16 bits to float32.
-FASTAMP_SIMD_CLONES void widen(const void* from, Format dtype, std::int64_t numel, float* to) {
-  visit_host_format(dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
-    const auto* elements = static_cast<const decltype(tag)*>(from);
-    for (std::int64_t i = 0; i < numel; ++i) to[i] = to_float(elements[i]);
-  });
-}
-
-FASTAMP_SIMD_CLONES void narrow(const float* from, std::int64_t numel, Format dtype, void* to) {
-  visit_host_format(dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
-    auto* elements = static_cast<decltype(tag)*>(to);
-    for (std::int64_t i = 0; i < numel; ++i) from_float(from[i], &elements[i]);
-  });
-}
-
-FASTAMP_SIMD_CLONES void join_halves(const std::uint16_t* __restrict__ high,
-                                     const std::int16_t* __restrict__ low, std::int64_t numel,
-                                     float* __restrict__ to) {
-  for (std::int64_t i = 0; i < numel; ++i) to[i] = join({high[i], low[i]});
-}
-
-FASTAMP_SIMD_CLONES void split_halves(const float* __restrict__ from, std::int64_t numel,
-                                      std::uint16_t* __restrict__ high,
-                                      std::int16_t* __restrict__ low) {
-  for (std::int64_t i = 0; i < numel; ++i) {
-    const Halves halves = split(from[i]);
-    high[i] = halves.high;
-    low[i] = halves.low;
+/// Reads a block of a tensor as float32. `low` has the lower halves of weights, or is null.
+FASTAMP_SIMD_CLONES void read_block(const Stored& stored, const std::int16_t* __restrict__ low,
+                                    const Block& block, float* __restrict__ to) {
+  const int numel = block.numel;
+  const auto fill = [&](auto tag, auto value_of) FASTAMP_INLINE_LAMBDA {
+    const auto* from = static_cast<const decltype(tag)*>(stored.data) + block.start;
+    for (int i = 0; i < numel; ++i) to[i] = value_of(from[i], i);
+  };
+  if (low != nullptr) {
+    low += block.start;
+    fill(std::uint16_t{},
+         [&](std::uint16_t high, int i) FASTAMP_INLINE_LAMBDA { return join({high, low[i]}); });
+  } else if (is_coded(stored.format)) {
+    const float scale = stored.scales[block.number];
+    visit_code(stored.format, [&](auto code) FASTAMP_INLINE_LAMBDA {
+      fill(std::uint8_t{}, [&](std::uint8_t x, int)
+                               FASTAMP_INLINE_LAMBDA { return decode<decltype(code)>(x, scale); });
+    });
+  } else {
+    visit_host_format(stored.format, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+      fill(tag, [](auto x, int) FASTAMP_INLINE_LAMBDA { return to_float(x); });
+    });
   }
 }
 
-/// Rounds to bfloat16 by the lower 16 bits of the noise or, with a shift, by others.
-FASTAMP_SIMD_CLONES void narrow_randomly(const float* __restrict__ from,
-                                         const std::uint32_t* __restrict__ noise, int shift,
-                                         std::int64_t numel, std::uint16_t* __restrict__ to) {
-  for (std::int64_t i = 0; i < numel; ++i) to[i] = round_randomly(from[i], noise[i] >> shift);
-}
-
-FASTAMP_SIMD_CLONES void decode_block(const std::uint8_t* __restrict__ from, float scale,
-                                      Format format, std::int64_t numel, float* __restrict__ to) {
-  visit_code(format, [&](auto code) FASTAMP_INLINE_LAMBDA {
-    for (std::int64_t i = 0; i < numel; ++i) to[i] = decode<decltype(code)>(from[i], scale);
-  });
-}
-
-/// Returns the largest magnitude's bits, which are in the order of the magnitudes.
-FASTAMP_INLINE std::uint32_t largest_of(const float* values, std::int64_t numel) {
-  std::uint32_t largest = 0;
-  for (std::int64_t i = 0; i < numel; ++i) largest = std::max(largest, magnitude_of(values[i]));
-  return largest;
-}
-
-/// Returns the scale of the codes. Without noise they are rounded to the nearest.
-FASTAMP_SIMD_CLONES float encode_block(const float* __restrict__ from,
-                                       const std::uint32_t* __restrict__ noise, Format format,
-                                       std::int64_t numel, std::uint8_t* __restrict__ to) {
-  return visit_code(format, [&](auto code) FASTAMP_INLINE_LAMBDA {
-    using Code = decltype(code);
-    const BlockScale scale = scale_of_block<Code>(largest_of(from, numel));
-    if (noise == nullptr)
-      for (std::int64_t i = 0; i < numel; ++i)
-        to[i] = encode<Code>(from[i], scale.inverse, kNearest);
-    else
-      for (std::int64_t i = 0; i < numel; ++i)
-        to[i] = encode<Code>(from[i], scale.inverse, rounding_of(noise[i]));
-    return scale.scale;
-  });
+/// Writes a block. What is rounded randomly is so by the bits of its noise from `shift` on; codes
+/// take the upper ones.
+FASTAMP_SIMD_CLONES void write_block(const float* __restrict__ from, const Stored& stored,
+                                     std::int16_t* __restrict__ low, const Block& block,
+                                     const std::uint32_t* __restrict__ noise, int shift) {
+  const int numel = block.numel;
+  const auto fill = [&](auto tag, auto value_of) FASTAMP_INLINE_LAMBDA {
+    auto* __restrict__ to = static_cast<decltype(tag)*>(stored.data) + block.start;
+    for (int i = 0; i < numel; ++i) to[i] = value_of(from[i], i);
+  };
+  if (low != nullptr) {
+    low += block.start;
+    fill(std::uint16_t{}, [&](float x, int i) FASTAMP_INLINE_LAMBDA {
+      const Halves halves = split(x);
+      low[i] = halves.low;
+      return halves.high;
+    });
+  } else if (is_coded(stored.format)) {
+    visit_code(stored.format, [&](auto code) FASTAMP_INLINE_LAMBDA {
+      using Code = decltype(code);
+      std::uint32_t largest = 0;  // bits of magnitudes are in the order of these
+      for (int i = 0; i < numel; ++i) largest = std::max(largest, magnitude_of(from[i]));
+      const BlockScale scale = scale_of_block<Code>(largest);
+      stored.scales[block.number] = scale.scale;
+      if (stored.is_random)
+        fill(std::uint8_t{}, [&](float x, int i) FASTAMP_INLINE_LAMBDA {
+          return encode<Code>(x, scale.inverse, rounding_of(noise[i]));
+        });
+      else
+        fill(std::uint8_t{}, [&](float x, int) FASTAMP_INLINE_LAMBDA {
+          return encode<Code>(x, scale.inverse, kNearest);
+        });
+    });
+  } else if (stored.is_random) {
+    fill(std::uint16_t{}, [&](float x, int i) FASTAMP_INLINE_LAMBDA {
+      return round_randomly(x, noise[i] >> shift);
+    });
+  } else {
+    visit_host_format(stored.format, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+      fill(tag, [](float x, int) FASTAMP_INLINE_LAMBDA {
+        decltype(tag) rounded;
+        from_float(x, &rounded);
+        return rounded;
+      });
+    });
+  }
 }
 
 /// Fills in the random bits of a block's elements; `state` is null where there is none.
@@ -102,41 +106,6 @@ FASTAMP_SIMD_CLONES void fill_noise(const float* __restrict__ state,
                           from + static_cast<std::uint32_t>(i), key);
   }
 }
-
-/// A block of one tensor as float32: its own memory, or a buffer with copies.
-struct Values {
-  const Stored& stored;
-  const Block& block;
-  float* floats = nullptr;
-
-  template <typename T>
-  T* data() const {
-    return static_cast<T*>(stored.data) + block.start;
-  }
-
-  void read(float* buffer, std::int16_t* low = nullptr) {
-    floats = stored.format == Format::kFloat32 ? data<float>() : buffer;
-    if (low != nullptr)
-      join_halves(data<std::uint16_t>(), low + block.start, block.numel, floats);
-    else if (is_coded(stored.format))
-      decode_block(data<std::uint8_t>(), stored.scales[block.number], stored.format, block.numel,
-                   floats);
-    else if (stored.format != Format::kFloat32)
-      widen(data<std::uint16_t>(), stored.format, block.numel, floats);
-  }
-
-  void write(const std::uint32_t* noise, int shift, std::int16_t* low = nullptr) const {
-    if (low != nullptr)
-      split_halves(floats, block.numel, data<std::uint16_t>(), low + block.start);
-    else if (is_coded(stored.format))
-      stored.scales[block.number] = encode_block(floats, stored.is_random ? noise : nullptr,
-                                                 stored.format, block.numel, data<std::uint8_t>());
-    else if (stored.format != Format::kFloat32 && stored.is_random)
-      narrow_randomly(floats, noise, shift, block.numel, data<std::uint16_t>());
-    else if (stored.format != Format::kFloat32)
-      narrow(floats, block.numel, stored.format, data<std::uint16_t>());
-  }
-};
 
 /// The loop over elements.
 template <typename Kind, bool kWriteGrads>
@@ -194,18 +163,26 @@ FASTAMP_INLINE void update_chunk(const typename Kind::Terms& terms, float factor
   for (std::uint32_t i = 0; i < blocks.count(); ++i) {
     const Block block = blocks[i];
     if (view.has_codes()) prefetch_ahead(view, block);  // the others wait for memory all the time
-    Values param{view.param, block};
-    Values grad{view.grad, block};
-    Values states[kMaxStates] = {{view.states[0], block}, {view.states[1], block}};
-    param.read(buffers[0], view.low);
-    grad.read(buffers[1]);
-    for (int s = 0; s < Kind::kStates; ++s) states[s].read(buffers[2 + s]);
-    update_floats<Kind, kWriteGrads>(terms, factor, block.numel, param.floats, grad.floats,
-                                     states[0].floats, states[1].floats);
-    if (has_noise) fill_noise(states[0].floats, param.floats, block, view.row, key, noise);
-    param.write(noise, 0, view.low);
-    if (kWriteGrads) grad.write(noise, 0);
-    for (int s = 0; s < Kind::kStates; ++s) states[s].write(noise, 16);
+    // A float32 tensor is its own memory, of another there is a copy.
+    const auto read = [&](const Stored& stored, float* buffer, const std::int16_t* low) {
+      if (stored.format == Format::kFloat32) return static_cast<float*>(stored.data) + block.start;
+      read_block(stored, low, block, buffer);
+      return buffer;
+    };
+    const auto write = [&](const float* values, const Stored& stored, std::int16_t* low,
+                           int shift) {
+      if (stored.format != Format::kFloat32) write_block(values, stored, low, block, noise, shift);
+    };
+    float* const param = read(view.param, buffers[0], view.low);
+    float* const grad = read(view.grad, buffers[1], nullptr);
+    float* states[kMaxStates] = {};
+    for (int s = 0; s < Kind::kStates; ++s)
+      states[s] = read(view.states[s], buffers[2 + s], nullptr);
+    update_floats<Kind, kWriteGrads>(terms, factor, block.numel, param, grad, states[0], states[1]);
+    if (has_noise) fill_noise(states[0], param, block, view.row, key, noise);
+    write(param, view.param, view.low, 0);
+    if (kWriteGrads) write(grad, view.grad, nullptr, 0);
+    for (int s = 0; s < Kind::kStates; ++s) write(states[s], view.states[s], nullptr, 16);
   }
 }
 

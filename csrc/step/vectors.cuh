@@ -18,22 +18,28 @@ struct alignas(kVector * sizeof(T)) Four {
   T values[kVector];
 };
 
-/// Reads the first `count` elements, four at most.
 template <typename T>
-__device__ Four<T> load_four(const T* from, int count) {
-  Four<T> found{};
-  if (count >= kVector && reinterpret_cast<std::uintptr_t>(from) % sizeof(found) == 0)
-    return *reinterpret_cast<const Four<T>*>(from);
+__device__ bool is_aligned(const T* data) {
+  return reinterpret_cast<std::uintptr_t>(data) % (kVector * sizeof(T)) == 0;
+}
+
+/// Reads the first `count` elements, four at most. Misaligned ones are read one by one; the next
+/// ones come from the cache.
+template <typename T>
+__device__ void load_four(const T* from, int count, bool aligned, Four<T>& to) {
+  if (aligned && count >= kVector) {
+    to = *reinterpret_cast<const Four<T>*>(from);
+    return;
+  }
 #pragma unroll
   for (int k = 0; k < kVector; ++k)
-    if (k < count) found.values[k] = from[k];
-  return found;
+    if (k < count) to.values[k] = from[k];
 }
 
 /// Writes the first `count` elements, four at most.
 template <typename T>
-__device__ void store_four(const Four<T>& four, T* to, int count) {
-  if (count >= kVector && reinterpret_cast<std::uintptr_t>(to) % sizeof(four) == 0) {
+__device__ void store_four(const Four<T>& four, T* to, int count, bool aligned) {
+  if (aligned && count >= kVector) {
     *reinterpret_cast<Four<T>*>(to) = four;
     return;
   }
@@ -68,20 +74,11 @@ struct TensorChunk {
                     static_cast<std::uintptr_t>(kVector * size_of(format)) ==
                 0) {}
 
-  /// Reads the first `count` elements, four at most. Nothing is computed with them here, so that
-  /// the reads of other tensors need not wait. Misaligned ones are read one by one; the next ones
-  /// come from the cache.
+  /// Reads the first `count` elements. Nothing is computed with them here, so that the reads of
+  /// other tensors need not wait.
   __device__ void load(int i, int count, Raw& raw) const {
     visit_format(format, [&](auto tag) {
-      using T = decltype(tag);
-      const T* from = static_cast<const T*>(data) + i;
-      if (aligned && count >= kVector) {
-        raw.of(tag) = *reinterpret_cast<const Four<T>*>(from);
-        return;
-      }
-#pragma unroll
-      for (int k = 0; k < kVector; ++k)
-        if (k < count) raw.of(tag).values[k] = from[k];
+      load_four(static_cast<const decltype(tag)*>(data) + i, count, aligned, raw.of(tag));
     });
   }
 
@@ -98,14 +95,7 @@ struct TensorChunk {
       Four<T> found;
 #pragma unroll
       for (int k = 0; k < kVector; ++k) from_float(values[k], &found.values[k]);
-      T* to = static_cast<T*>(data) + i;
-      if (aligned && count >= kVector) {
-        *reinterpret_cast<Four<T>*>(to) = found;
-        return;
-      }
-#pragma unroll
-      for (int k = 0; k < kVector; ++k)
-        if (k < count) to[k] = found.values[k];
+      store_four(found, static_cast<T*>(data) + i, count, aligned);
     });
   }
 };

@@ -50,13 +50,6 @@ def _writable_file(text: str) -> Path:
     return path
 
 
-def _device(text: str) -> str:
-    if text == "cuda" and not torch.cuda.is_available():
-        message = f"{text!r} needs a GPU, and torch finds none"
-        raise argparse.ArgumentTypeError(message)
-    return text
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
     if isinstance(sys.stdout, TextIOWrapper):
@@ -165,9 +158,9 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
 
 def _add_options(add: Callable[..., object]) -> None:
     """Add the options of all commands."""
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    where = "(default: cuda where torch finds a GPU)"
-    add("--device", type=_device, choices=("cpu", "cuda"), default=here, help=where)
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    where = "cuda or cpu (default: cuda where torch finds a GPU)"
+    add("--device", choices=devices, default=devices[0], help=where)
     add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}")
     add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
     add("--report", type=_writable_file, metavar="FILE", help="write an HTML page to FILE")

@@ -118,10 +118,6 @@ class Comparison:
         Raises:
             KeyError: there is no such callable.
         """
-        for each in (name, base):
-            if each not in self._race.arms:
-                msg = f"{each!r} is none of {', '.join(self._race.arms)}"
-                raise KeyError(msg)
         found = self._race.ratio(name, base)
         return Ratio(found.value, found.low, found.high, _judge(self._race, name, base))
 

@@ -10,9 +10,9 @@ from fastamp._progress import progress
 from fastamp.bench import measure, targets
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.jobs import JOBS, MAIN, describe
-from fastamp.bench.measure import MEMORY_KINDS, Results, last_loss, peak_memory, race_task
+from fastamp.bench.measure import Results, find_failures, last_loss, peak_memory, race_task
 from fastamp.bench.options import DEFAULT, number, refuse
-from fastamp.bench.race import UNTOLD, Interval, find_noise
+from fastamp.bench.race import Interval
 from fastamp.bench.record import WIDTH, Measurement, Report, Task
 from fastamp.bench.targets import TARGETS, Peaks
 from fastamp.bench.tasks import CONTRACT, EXAMPLE, find_make, with_absolute_path
@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
         for arm in found.arms * args.memory:
             peaks[arm.name] = peak_memory(arm, args.device, args.seed, args.memory_batch)
             tick()
-    gains = targets.measure_gains(found)
+    gains, failures = targets.measure_gains(found), find_failures(found)
     excused = ""
     if {arm.precision for arm in found.arms} == {"fp32"} and "fp32" not in (args.precision or []):
         excused = no_speed_reason(args.device, "bf16") or "no lower precision was raced"
@@ -123,8 +123,8 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
             "shares": found.shares,
             "left_out": found.left_out,
         },
-        failures=found.failures,
-        sentence="" if found.failures else targets.say_in_words(found, gains, peaks),
+        failures=failures,
+        sentence="" if failures else targets.say_in_words(found, gains, peaks),
     )
 
 
@@ -136,7 +136,7 @@ def _notes(args: argparse.Namespace, found: Results, peaks: Peaks) -> list[str]:
     notes = [f"{count} parameters, {steps}, {found.visit_steps} in a visit; seed {args.seed}"]
     if peaks and "memory" not in args.targets:
         each = ", ".join(f"{a} {n / 2**20:.0f}" for a, n in peaks.items() if n is not None)
-        notes.append(f"MiB, {MEMORY_KINDS[args.device]}: {each}")
+        notes.append(f"MiB, the peak over two steps: {each}")
     notes += [f"{arm}: n/a; {why}"[:WIDTH] for arm, why in found.left_out.items()]
     if not args.targets:  # whose verdicts stand there
         arm = f"torch {targets.find_fastest(found)}"
@@ -181,9 +181,8 @@ def _run_all(args: argparse.Namespace, tasks: dict[str, str]) -> Report:
         gains += targets.measure_gains(each, f"{name}/")
         # In the precision that is fastest there.
         [gain] = [g for g in gains if g.name == f"{name}/fastamp/{targets.find_fastest(each)}"]
-        verdict = UNTOLD if find_noise({name: each.race}) else gain.verdict
-        said.append(f"{name} {each.race.ratio(gain.arm, gain.base).value:.2f}x ({verdict})")
-    failed = [f"{name}: {why}" for name, each in found.items() for why in each.failures]
+        said.append(f"{name} {each.race.ratio(gain.arm, gain.base).value:.2f}x ({gain.verdict})")
+    failed = [f"{name}: {why}" for name, each in found.items() for why in find_failures(each)]
     sentence = f"Times as fast as torch in the same precision: {', '.join(said)}."
     return Report(
         table=[{"task": n, **row} for n, each in found.items() for row in targets.make_rows(each)],

@@ -42,10 +42,6 @@ OUT_OF_MEMORY = "batch_size: a step does not fit into memory"
 SHARES_BLOCKS = 6  # visits of every arm
 REGIONS = ("data", "forward", "backward", "step")
 MEMORY_STEPS = 2  # the first step makes the optimizer's state, the second runs beside it
-MEMORY_KINDS = {
-    "cpu": "peak of the resident set over two steps",
-    "cuda": "peak of what torch allocates over two steps",
-}
 TINY = Shape(layers=1, heads=1, width=16, block_size=16)
 
 
@@ -63,7 +59,6 @@ class Results:
     workers: int = 0  # of the loaders
     visit_steps: int = 1
     left_out: dict[str, str] = field(default_factory=dict)  # why an arm is, in words
-    failures: list[str] = field(default_factory=list)  # trainings whose loss became NaN, in words
 
 
 def race_task(
@@ -85,8 +80,7 @@ def race_task(
 
     with progress(PLAN.builds[-1]) as tick:
         race = collect(build, [""], PLAN, is_apart=True, tick=tick)[""]
-    failures = next((each.failures for each in found if each.failures), [])
-    return replace(found[0], race=race, failures=failures)
+    return replace(found[0], race=race)
 
 
 def _train(
@@ -125,19 +119,17 @@ def _train(
     losses = {n: torch.stack(each.losses).tolist() for n, each in trainers.items()}
     is_first = number == 1
     first = trainers[arms[0].name]
-    sizes = [*first.sizes]
     return Results(
         arms=[arm for arm in arms if arm.name in trainers],
         race=Race(arms=build.arms, builds=[build]),
         parameters=sum(parameter.numel() for parameter in first.model.parameters()),
-        batch_sizes=sizes,
+        batch_sizes=[*first.sizes],
         losses=losses,
         scores={name: each.evaluate() if is_first else [] for name, each in trainers.items()},
         shares={n: find_shares(each, device) for n, each in trainers.items()} if is_first else {},
         workers=workers,
         visit_steps=steps,
         left_out=left_out,
-        failures=[why for name, curve in losses.items() for why in find_failure(name, curve)],
     )
 
 
@@ -153,11 +145,14 @@ def _begin(
     trainers: dict[str, Trainer] = {}
     left_out: dict[str, str] = {}
     for arm in arms:
+        if arm.is_ours and arm.base in left_out:
+            left_out[arm.name] = left_out[arm.base]
+            continue
         try:
             trainer = Trainer(arm, device, seed, batch_size)
             trainer.prepare()
             trainer.visit()
-        except BrokenTask as error:  # noqa: PERF203 - an arm takes seconds
+        except BrokenTask as error:
             if error.line.startswith(OUT_OF_MEMORY) and trainers:
                 line = f"memory: {arm.name} does not fit into memory beside {', '.join(trainers)}, "
                 line += "which do; race fewer, as with --precision fp32, or smaller batches"
@@ -187,11 +182,14 @@ def _per_step(round_: dict[str, Visit], steps: int) -> dict[str, Visit]:
     return {name: each._replace(elapsed_s=each.elapsed_s / steps) for name, each in round_.items()}
 
 
-def find_failure(name: str, losses: list[float]) -> list[str]:
-    """Return that a training has failed, in words, if its last loss is NaN or infinite."""
-    last = losses[-1]
-    said = f"the training of {name} has failed: its loss is {last} in step {len(losses)}"
-    return [] if math.isfinite(last) else [said]
+def find_failures(found: Results) -> list[str]:
+    """Return the trainings of the first build whose last loss is NaN or infinite, in words."""
+    last = {name: (curve[-1], len(curve)) for name, curve in found.losses.items()}
+    return [
+        f"the training of {name} has failed: its loss is {loss} in step {count}"
+        for name, (loss, count) in last.items()
+        if not math.isfinite(loss)
+    ]
 
 
 def last_loss(found: Results, arm: str) -> float:

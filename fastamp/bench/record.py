@@ -111,6 +111,7 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **run,
+        **vars(report),
         "noise": noise,
         "table": [{column: row.get(column, "") for column in columns} for row in report.table],
         "notes": report.notes + _describe_builds(report.races),
@@ -118,10 +119,7 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
             {**asdict(each), "verdict": each.verdict, "text": each.text()}
             for each in report.measurements
         ],
-        "failures": report.failures,
         "sentence": "" if noise else report.sentence,
-        "details": report.details,
-        "losses": report.losses,
         "races": {name: _describe(race) for name, race in report.races.items()},
     }
     plain: dict[str, Any] = tree_map(_finite, record)
@@ -133,12 +131,11 @@ def _describe_builds(races: Mapping[str, Race]) -> list[str]:
     if not races:
         return []
     counts = sorted({len(race.builds) for race in races.values()})
-    is_apart = all(race.is_apart for race in races.values())
-    where = "in processes of their own" if is_apart else "of new objects in one process"
     several = f" to {counts[-1]} builds of a race" if counts[1:] else " builds"
     known = [share for race in races.values() if (share := race.waiting()) is not None]
     waited = f"at most {max(known):.1%} of the time" if known else "not counted here"
-    return [f"{counts[0]}{several} {where}; threads waited for a core: {waited}"]
+    where = "in processes of their own; threads waited for a core"
+    return [f"{counts[0]}{several} {where}: {waited}"]
 
 
 def _finite(value: object) -> object:

@@ -69,20 +69,15 @@ For example:
 class Training:
     """The parts of a task."""
 
-    model: nn.Module
-    """On the CPU or on the device, with the weights that every arm starts from."""
-    data: Any
-    """A dataset for a DataLoader, or a loader: any other iterable of batches, see `has_loader`."""
+    model: nn.Module  # with the weights that every arm starts from
+    data: Any  # a dataset for a DataLoader, or a loader: any other iterable of batches
     loss: Callable[[Tensor, Any], Tensor] | None
-    optimizer: Callable[[nn.Module], Any] | None = None
-    """Returns an optimizer, or several; None is AdamW with a learning rate of 1e-3."""
+    optimizer: Callable[[nn.Module], Any] | None = None  # None is AdamW with a rate of 1e-3
+    # Returns the accuracy, higher is better: a number, or a list of one for each part of the data,
+    # which gives an interval; or a dict with "accuracy", the validation "loss", or both.
     evaluate: Callable[[nn.Module], Any] | None = None
-    """Returns the accuracy, higher is better: a number, or a list of one for each part of the data,
-    which gives an interval; or a dict with "accuracy", the validation "loss", or both."""
-    batch_size: int = 32
-    """Of a dataset; a loader has its own."""
-    max_norm: float | None = None
-    """None does not clip."""
+    batch_size: int = 32  # of a dataset
+    max_norm: float | None = None  # None does not clip
 
     @property
     def has_loader(self) -> bool:

@@ -1,16 +1,15 @@
 """Arrays whose rows become the rows of batches: what a loader gathers instead of reading items."""
 
-import copy
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import default_collate
 
 _KINDS = (Tensor, np.ndarray, np.memmap)
@@ -45,19 +44,9 @@ def columns_of(tree: Any) -> Columns | str:
         return Columns(arrays, dtypes, itemgetter(0))
     if type(tree) is tuple and all(type(part) in _KINDS for part in tree):
         return Columns(arrays, dtypes, list)
-    return Columns(arrays, dtypes, lambda parts: _build(tree, iter(parts)))
-
-
-def _build(tree: Any, parts: Iterator[Tensor]) -> Any:
-    """Return tensors in the containers of arrays, as default_collate does: a tuple is a list."""
-    if isinstance(tree, dict):
-        made = copy.copy(tree)
-        made.update((name, _build(part, parts)) for name, part in tree.items())
-        return made
-    if not isinstance(tree, list | tuple):
-        return next(parts)
-    contents = [_build(part, parts) for part in tree]
-    return type(tree)(*contents) if hasattr(tree, "_fields") else contents
+    # The containers of a batch: default_collate makes a list of a tuple.
+    batch = default_collate([tree_map(lambda _: 0, tree)])
+    return Columns(arrays, dtypes, partial(tree_unflatten, treespec=tree_flatten(batch)[1]))
 
 
 def _as_column(array: Any) -> Tensor | None:
@@ -93,7 +82,7 @@ def as_tensor(array: Any) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
 
 
-@functools.cache
+@cache
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
     """Return torch's name for a dtype of NumPy, or None where torch has none."""
     try:

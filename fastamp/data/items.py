@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.sample_rng import Order, drawing
+from fastamp.data.sample_rng import Batch, Order
 
 Collate = Callable[[Any], Any]
 
@@ -95,7 +95,7 @@ class Items:
     def make(self, rows: Any, order: Order, number: int) -> Made:
         """Return the batch of some rows. The error of an item names its index."""
         start_s, index = time.perf_counter(), rows
-        with drawing(order, number) as cell:
+        with Batch(order, number) as cell:
             try:
                 if self._single:
                     samples = self.dataset[rows]
@@ -174,7 +174,7 @@ def read(batches: Iterator[Any], order: Order, first: int) -> Iterator[Made | Fa
 
     def make(number: int) -> Made:
         start_s = time.perf_counter()
-        with drawing(order, number):
+        with Batch(order, number):
             return Made(next(batches), time.perf_counter() - start_s)
 
     for number in count(first):

@@ -302,7 +302,7 @@ def _check_worker(worker: str | None, of_processes: list[str]) -> None:
         msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
         raise ValueError(msg)
     if worker == "thread" and of_processes:
-        msg = f"{of_processes[0]}: expected none with worker='thread', which only processes take"
+        msg = f"{of_processes[0]}: expected worker='process' with it, got worker='thread'"
         raise ValueError(msg)
 
 

@@ -41,7 +41,7 @@ from fastamp.data.runners import (
     make_in_worker,
     own_copy,
 )
-from fastamp.data.sample_rng import Order, draw_seed, drawing, find_pass_key, generators_kept
+from fastamp.data.sample_rng import Batch, Order, draw_seed, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -273,12 +273,9 @@ class Making:
         collate_fn = (
             hand_on if isinstance(dataset, WorkerItems) else self._items(dataset).collate_fn
         )
-        inner: Any = TorchDataLoader(
+        return TorchDataLoader(
             dataset, collate_fn=collate_fn, worker_init_fn=worker_init_fn, **options
         )
-        if isinstance(dataset, IterableDataset):  # of which torch may warn
-            inner._IterableDataset_len_called = loader._IterableDataset_len_called
-        return inner
 
     def _read_stream(self) -> Iterator[Made | Failed]:
         """Read an iterable dataset from its state on, or again up to the position."""
@@ -288,7 +285,7 @@ class Making:
         dataset: Any = loader.dataset
         if position.dataset_state is not None:
             dataset.load_state_dict(position.dataset_state)
-        with drawing(order, 0):
+        with Batch(order, 0):
             begun = iter(self._torchs(dataset, same, None))
         if position.dataset_state is not None and begun._dataset_fetcher.dataset_iter is dataset:
             dataset.load_state_dict(position.dataset_state)  # its `__iter__` may have begun anew

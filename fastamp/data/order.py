@@ -189,7 +189,9 @@ class Plan(NamedTuple):
         sampler, resumed = self.sampler, position.generator is not None
         if self.seed is not None:
             sampler = _with_generator(sampler, seeded(self.seed + position.epoch))
-        source = torch.default_generator if self.source is None else self.source
+        # The loader's own generator draws the seed of workers alone.
+        own = find_generator([sampler, *find_samplers(sampler)])
+        source = torch.default_generator if own is None else own
         with generators_kept() if resumed else nullcontext():
             if position.generator is None:
                 position.generator = source.get_state()

@@ -109,13 +109,23 @@ class _Current(threading.local):
 
 
 class Batch:
-    """The samples of a pass, one after the other: a plain attribute says which is being made."""
+    """The samples of a pass, one after the other: a plain attribute says which is being made.
 
-    __slots__ = ("_found", "_of", "number", "order")
+    As a context manager it lets `sample_rng` return the generators of that sample.
+    """
+
+    __slots__ = ("_before", "_found", "_of", "number", "order")
 
     def __init__(self, order: Order, number: int) -> None:
         self.order, self.number = order, number
         self._of: int | None = None
+
+    def __enter__(self) -> "Batch":  # noqa: PYI034 - Self needs Python 3.11
+        self._before, current.sample = current.sample, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        current.sample = self._before
 
     def rng(self) -> SampleRng:
         """Return the generators of the sample, the same at each call."""
@@ -125,17 +135,6 @@ class Batch:
 
 
 current = _Current()
-
-
-@contextmanager
-def drawing(order: Order, number: int) -> Iterator[Batch]:
-    """Let `sample_rng` return the generators of a sample; set the number of what it yields."""
-    before, cell = current.sample, Batch(order, number)
-    current.sample = cell
-    try:
-        yield cell
-    finally:
-        current.sample = before
 
 
 def sample_rng() -> SampleRng:

@@ -12,12 +12,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
-from warnings import warn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fastamp.data.loader import DataLoader, check_state
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar, require
 from fastamp.metrics.watch import ScalerWatch
@@ -45,9 +43,6 @@ class AmpCallback(pl.Callback):  # type: ignore[misc, name-defined]
     - Every `log_every_n_steps` batches: "train/batches_per_s", "train/samples_per_s" if a batch
       holds tensors, and "train/grad_norm", the last finite one.
 
-    A `fastamp.DataLoader` over a stream with workers has no state: loaders are left out of
-    checkpoints then, with one warning.
-
     All are logged with their steps. Only every `log_every_n_steps` batches does the callback wait
     for the device and call the loggers.
 
@@ -74,7 +69,6 @@ class AmpCallback(pl.Callback):  # type: ignore[misc, name-defined]
         if isinstance(trainer.scaler, GradScaler):
             self._watch = self.tracker._watch_scaler(trainer.scaler, trainer.global_step)
         self._n_batches, self._n_samples, self._start_s = 0, 0, time.perf_counter()
-        _leave_out(trainer.fit_loop._combined_loader)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Number steps as Lightning does, which counts those that a module leaves out."""
@@ -111,18 +105,6 @@ class AmpCallback(pl.Callback):  # type: ignore[misc, name-defined]
             self.tracker.close()
 
     on_exception = on_train_end
-
-
-def _leave_out(combined: Any) -> None:
-    """Keep positions out of Lightning's checkpoints where a loader's is unknown; warn once."""
-    for loader in combined.flattened:
-        if isinstance(loader, DataLoader):
-            try:
-                check_state(loader)
-            except TypeError as error:
-                combined._state_dicts = list
-                warn(f"checkpoints hold no position of the loaders: {error}", stacklevel=2)
-                return
 
 
 def _count_samples(batch: Any) -> int:

@@ -77,20 +77,17 @@ class Series:
         mean = self._sum / self._n_finite if self._n_finite else math.nan
         return ScalarStats(self._count, mean, self._min, self._max, self._last[1])
 
-    def state_dict(self) -> dict[str, list[Any]]:
-        """Return the state as lists of numbers."""
-        sums = [self._n_finite, self._sum, self._min, self._max]
-        places = [self._capacity, self._stride, self._count, *self._last]
-        return {"steps": [*self._steps], "values": [*self._values], "at": places, "sums": sums}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in numbers and lists of them."""
+        lists = {"_steps": [*self._steps], "_values": [*self._values], "_last": [*self._last]}
+        return vars(self) | lists
 
     @classmethod
-    def restore(cls, state: dict[str, list[Any]]) -> Self:
+    def restore(cls, state: dict[str, Any]) -> Self:
         """Return the series of a state."""
-        capacity, stride, count, step, last = state["at"]
-        made = cls(capacity)
-        made._stride, made._count, made._last = stride, count, (step, last)
-        made._steps, made._values = array("q", state["steps"]), array("d", state["values"])
-        made._n_finite, made._sum, made._min, made._max = state["sums"]
+        made = cls(state["_capacity"])
+        arrays = {"_steps": array("q", state["_steps"]), "_values": array("d", state["_values"])}
+        vars(made).update(state | arrays)
         return made
 
     def _is_last_apart(self) -> bool:

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from typing_extensions import Self
+
 Scalar: TypeAlias = tuple[str, int, float]
 Sink: TypeAlias = Callable[[list[Scalar]], object]
 
@@ -15,12 +17,10 @@ class Logged(tuple[str, int, float]):  # noqa: SLOT001 - a tuple can have no slo
     time_s: float
     """Seconds since 1970, as `time.time` returns them."""
 
-
-def logged(scalar: Scalar, time_s: float) -> Logged:
-    """Return a scalar with the time when it was logged."""
-    made = Logged(scalar)
-    made.time_s = time_s
-    return made
+    def __new__(cls, scalar: Scalar, time_s: float) -> Self:  # noqa: D102
+        made = super().__new__(cls, scalar)
+        made.time_s = time_s
+        return made
 
 
 def require(module: str, extra: str) -> Any:

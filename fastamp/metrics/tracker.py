@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastamp.metrics.series import ScalarStats, Series
-from fastamp.metrics.sinks import Logged, Scalar, logged, sink_of
+from fastamp.metrics.sinks import Logged, Scalar, sink_of
 from fastamp.metrics.watch import ScalerWatch, watch_gpu
 from fastamp.step import GradScaler
 
@@ -102,10 +102,8 @@ class MetricsTracker:
             TypeError: the value is not one real number, the step not an integer, or the name not a
                 string.
         """
-        if type(step) is not int:
-            with suppress(TypeError):
-                step = int(operator.index(step))
-        if type(name) is not str or type(step) is not int or not -LIMIT <= step < LIMIT:
+        step = step if type(step) is int else int(operator.index(step))
+        if type(name) is not str or not -LIMIT <= step < LIMIT:
             msg = f"expected a string and an integer of 64 bits, got {name=}, {step=}"
             raise TypeError(msg)
         self._put(name, value, step, time_s)
@@ -244,7 +242,7 @@ class MetricsTracker:
         for place, (name, step, queued, time_s) in enumerate(batch):
             value: Any = arrived[place] if isinstance(queued, tuple) else queued
             made = ((name, step, value),) if isinstance(name, str) else name(step, value)
-            scalars += [logged(scalar, time_s) for scalar in made]
+            scalars += [Logged(scalar, time_s) for scalar in made]
         columns: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         for name, step, value in scalars:
             steps, values = columns[name]

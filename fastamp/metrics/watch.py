@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from fastamp.metrics.series import ScalarStats
 from fastamp.metrics.sinks import Scalar, require
@@ -47,12 +46,7 @@ class ScalerWatch:
 
     def stepped(self) -> None:
         """Log the scaler's last step: in one tensor, since each costs a copy on its device."""
-        report = self._scaler.last_step
-        values = report._stats  # of the core: the norm, found_inf, three more, at last the scale
-        if not isinstance(values, Tensor):
-            parts = report.norm, report.found_inf, report.scale
-            values = torch.stack([part.to(report.norm.device) for part in parts])
-        self._log(self._scalars_of, values, self.step)
+        self._log(self._scalars_of, self._scaler.last_step.values, self.step)
 
     def updated(self) -> None:
         """Count a step."""
@@ -81,7 +75,10 @@ def watch_gpu(log: Log, index: int) -> Callable[[], None]:
     """Log the state of a GPU from a thread; return the function that ends it."""
     nvml = require("pynvml", "gpu")
     try:
-        gpu = _find(nvml, index)
+        # By UUID: NVML also counts what CUDA_VISIBLE_DEVICES hides, in its own order.
+        uuid = str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
+        nvml.nvmlInit()
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except nvml.NVMLError as error:  # of the driver; the training goes on
         logging.getLogger(__name__).warning("cuda:%d is not watched: %s", index, error)
         return lambda: None
@@ -100,15 +97,3 @@ def watch_gpu(log: Log, index: int) -> Callable[[], None]:
     thread = threading.Thread(target=poll, name="fastamp-gpu", daemon=True)
     thread.start()
     return stop
-
-
-def _find(nvml: Any, index: int) -> Any:
-    """Return NVML's handle of a GPU, or of a part of one (MIG).
-
-    By UUID: NVML also counts the devices that CUDA_VISIBLE_DEVICES hides, in its own order.
-    """
-    uuid = str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
-    nvml.nvmlInit()
-    with suppress(nvml.NVMLError):
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid.removeprefix('MIG-')}")

@@ -38,6 +38,15 @@ class StepReport:
             return _ops.GradStats(self._stats)
         return self._stats or unread()
 
+    @property
+    def values(self) -> Tensor:
+        """Norm, found_inf, clip_coef, factor and scale in one tensor; from the core as they are."""
+        if isinstance(self._stats, Tensor):
+            return self._stats
+        named = (getattr(self.stats, n) for n in ("norm", "found_inf", "clip_coef", "factor"))
+        device = self.norm.device
+        return torch.stack([each.to(device) for each in (*named, self.scale)])
+
     def set_scale(self, scale: Tensor) -> None:
         """Set the loss scale, of gradients that were unscaled before they were read."""
         self._stats = self.stats.replace(scale=scale)

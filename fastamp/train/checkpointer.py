@@ -123,6 +123,11 @@ class Checkpointer:
         """The best checkpoint that this run has saved, or has found in what it restored."""
         return None if self._best is None else self._folder.path_of(self._best["step"])
 
+    @property
+    def has_signal(self) -> bool:
+        """Whether a signal that `on_signal` defers has come to this rank: call `save`."""
+        return self._signals is not None and self._signals.received is not None
+
     def save(
         self, step: int, *, every: int | None = None, metric: float | Tensor | None = None
     ) -> None:
@@ -154,7 +159,7 @@ class Checkpointer:
         _expect("step", step, expected, fine=step >= least)
         every = as_integer("every", every, least=1)
         is_due = every is None or step % every == 0
-        received = None if self._signals is None else self._signals.received
+        received = self._signals.received if self._signals is not None else None
         if ranks.count() > 1:
             if not is_due and (self._signals is None or step % _EXCHANGE_EVERY):
                 return

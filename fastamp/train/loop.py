@@ -41,11 +41,11 @@ class Loop:
     def __init__(
         self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig
     ) -> None:
-        check_best(config, model, has_val_data=val_data is not None)
         self.config, self.model, self.n_ranks = config, model, ranks.count()
         self.device, self.precision = config.chosen_device, config.effective_precision
         self.data = Batches("train_data", train_data, config, shuffle=True)
-        check_interval(config, has_state=self.data.has_state)
+        has_val_data, has_state = val_data is not None, self.data.has_state
+        check(config, model, has_val_data=has_val_data, has_state=has_state)
         self.held_out = None
         if val_data is not None:
             self.held_out = Batches("val_data", val_data, config, shuffle=False)
@@ -62,7 +62,7 @@ class Loop:
             model.to(self.device)
         # In evaluation DDP's own call would exchange buffers.
         self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
-        self.model_call = find_call(config)
+        self.model_call = config.model_call or ModelCall(config.loss_fn)
         self.counts_as_default = type(self.model_call).count is ModelCall.count
         loss_fn = getattr(self.model_call, "loss_fn", None)
         self.loss = find_loss(loss_fn, model, self.device, has_ranks=self.n_ranks > 1)
@@ -99,14 +99,11 @@ class Loop:
         start_s = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        full: Any = nullcontext()
-        if AUTOCAST[self.precision] is None:
-            full = torch.autocast(self.device.type, enabled=False)  # whatever the caller's is
         signals: Any = nullcontext()
         if self.checkpointer is not None and self.data.has_state:  # else the last one stands
             signals = self.checkpointer.on_signal()
         bar = progress(self.total or self.config.max_steps, self.progress.step, shows=shows)
-        with closing(self.tracker), signals, full, bar as advance:
+        with closing(self.tracker), signals, bar as advance:
             self._run_epochs(advance)
             self.schedule.read_flag()
             self._pause(ends=True)
@@ -156,14 +153,13 @@ class Loop:
         if is_due(config.eval_every) and self.progress.evaluated_at != step:
             self._evaluate()
         if self.checkpointer is not None:
-            is_best = config.keep_best and self.compared is not None
-            if (
-                is_due(config.checkpoint_every) or is_best
-            ) and self.saved_at != self.progress.place:
+            saves = config.keep_best and self.compared is not None
+            saves = saves or is_due(config.checkpoint_every)
+            if saves and self.saved_at != self.progress.place:
                 with self.timer("checkpoint"):
                     self.checkpointer.save(step, metric=self.compared)
                 self.saved_at = self.progress.place
-            elif self.data.has_state:
+            elif self.data.has_state and (self.checkpointer.has_signal or self.n_ranks > 1):
                 self.checkpointer.save(step, every=step + 1)  # only if a signal has come
         if config.tracker is not None and step % config.log_every == 0:
             self.tracker.flush()
@@ -183,9 +179,12 @@ class Loop:
         """Take a step of the optimizer."""
         self.progress.step += 1
         self.compared = None
-        parts = [(*self.split(self.model, batch), n) for batch, n in batches]
-        batches.clear()  # `parts` are freed one by one
-        loss = self._backward(*parts.pop()) if len(parts) == 1 else self._accumulate(parts)
+        if len(batches) == 1:
+            batch, n = batches.pop()
+            inputs, target = self.split(self.model, batch)
+            loss = self._backward(inputs, target, n)
+        else:
+            loss = self._accumulate(batches)
         if self.n_ranks > 1:
             dist.all_reduce(loss)
             loss /= self.n_ranks
@@ -197,13 +196,16 @@ class Loop:
             self.schedule.advance(self.scaler.last_step.found_inf)
             self.scaler.update()
 
-    def _accumulate(self, parts: list[tuple[Any, Any, int]]) -> Tensor:
+    def _accumulate(self, batches: list[tuple[Any, int]]) -> Tensor:
         """Add up the gradients of the mean loss over this rank's targets of a step; return it."""
+        parts = [(*self.split(self.model, batch), n) for batch, n in batches]
+        batches.clear()  # `parts` are freed one by one
         counts = [self.model_call.count(target, n) for _, target, n in parts]
         total, mean = sum(counts), torch.zeros((), dtype=torch.float32, device=self.device)
         for n in counts:
-            with self.no_sync() if len(parts) > 1 else nullcontext():
-                mean = mean + self._backward(*parts.pop(0)[:2], n, total)
+            inputs, target, _ = parts.pop(0)
+            with self.no_sync() if parts else nullcontext():
+                mean = mean + self._backward(inputs, target, n, total)
         return averaged(mean, total)
 
     def _backward(self, inputs: Any, target: Any, n: Any, total: Any = None) -> Tensor:
@@ -220,7 +222,6 @@ class Loop:
             # Else some target counts, and the pass over them can be left out.
             n_alone = self.model_call.count(target, n)
             loss = share(loss, n_alone, n_alone)
-        del inputs, target
         with self.timer("backward"):
             torch.autograd.backward(self.scaler.scale(loss))
         return loss.detach() if n_alone is None else averaged(loss.detach(), n_alone)
@@ -362,36 +363,32 @@ class Loop:
         tracker.flush()
 
 
-def check_best(config: TrainConfig, model: nn.Module, *, has_val_data: bool) -> None:
-    """Raise a ValueError if a run cannot know or keep its best weights."""
+def check(config: TrainConfig, model: nn.Module, *, has_val_data: bool, has_state: bool) -> None:
+    """Raise an error if a run cannot do what is asked for with this model and these data.
+
+    It cannot know or keep its best weights, write checkpoints within an epoch, or call the model.
+    """
     if config.compares and not has_val_data and config.metric == "loss":
         name = "keep_best" if config.keep_best else "patience"
         msg = f"{name}: expected val_data, whose loss says which is best, got None"
         raise ValueError(msg)
-    has_shards = any(map(is_spread, model.parameters()))
-    if config.keep_best and config.checkpoint_dir is None and has_shards:
+    has_folder, has_shards = (
+        config.checkpoint_dir is not None,
+        any(map(is_spread, model.parameters())),
+    )
+    if config.keep_best and not has_folder and has_shards:
         msg = "checkpoint_dir: expected a folder, which keep_best needs for shards, got None"
         raise ValueError(msg)
-
-
-def check_interval(config: TrainConfig, *, has_state: bool) -> None:
-    """Raise a ValueError if checkpoints within an epoch are asked for that cannot resume."""
     asked = {"checkpoint_every": config.checkpoint_every}
     asked |= {"eval_every": config.eval_every} if config.keep_best else {}
     for name, every in asked.items():
-        if every is not None and config.checkpoint_dir is not None and not has_state:
+        if every is not None and has_folder and not has_state:
             msg = f"{name}: expected None, as {NO_STATE}; got {every}"
             raise ValueError(msg)
-
-
-def find_call(config: TrainConfig) -> ModelCall:
-    """Return how the model is called; raise a TypeError if it could not be followed."""
-    call = config.model_call or ModelCall(config.loss_fn)
-    if type(call).__call__ is not ModelCall.__call__:
-        name = type(call).__name__
-        msg = f"model_call: {name} overrides __call__, which fine_tune does not call: override "
-        raise TypeError(msg + "split, forward, loss or count")
-    return call
+    call = type(config.model_call)
+    if config.model_call is not None and call.__call__ is not ModelCall.__call__:
+        msg = f"model_call: {call.__name__} overrides __call__, which fine_tune does not call: "
+        raise TypeError(msg + "override split, forward, loss or count")
 
 
 def share(loss: Tensor, n: Any, n_targets: Any) -> Tensor:

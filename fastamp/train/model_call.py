@@ -125,15 +125,12 @@ class ModelCall:
 
         "labels" are passed only if the model's `forward` has such an argument.
         """
-        if isinstance(inputs, Tensor):
+        if isinstance(inputs, tuple):
+            return model(*inputs)
+        if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
             return model(inputs)
-        plain = _inside(model)
-        if isinstance(inputs, Mapping):
-            takes_labels = _takes(type(plain).forward, "labels")
-            return model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
-        if not isinstance(inputs, tuple):
-            return model(inputs)
-        return model(*inputs)
+        takes_labels = _takes(type(_inside(model)).forward, "labels")
+        return model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss, computed in float32.
@@ -155,9 +152,8 @@ class ModelCall:
             TypeError: the output holds no predictions, or there is no target.
             ValueError: the shapes do not match, or the loss is not 0-dim.
         """
-        computed, predictions = _read(output, is_after=self._takes_targets)
-        loss: Any = computed
-        if self.loss_fn is not None or computed is None:
+        loss, predictions = _read(output, is_after=self._takes_targets)
+        if self.loss_fn is not None or loss is None:
             if not isinstance(predictions, torch.Tensor):
                 has = f" with {list(output)}" if isinstance(output, Mapping) else ""
                 got = type(output).__name__ + has

@@ -58,16 +58,6 @@ def test_the_rows_of_the_readme_are_raced_unless_some_are_asked_for(monkeypatch,
     assert {"speedup/gpt2/adamw", "of_plain/gpt2/adamw"} <= names
 
 
-def test_a_work_is_the_step_of_its_name():
-    for name, row in step_rows.WORK.items():
-        is_open, ends = "open" in name, row.moments or name.startswith("muon")
-        made = row.optimizer([torch.nn.Parameter(torch.ones(2))], lr=1e-4)
-        assert type(made) is torch.optim.AdamW
-        assert made.defaults["fused"] is (None if is_open else True)
-        assert row.zero_grad == (name.endswith("zero-grad") or bool(ends))
-        assert row.scaler != (name.endswith("no-scaler") or bool(ends))
-
-
 @pytest.mark.parametrize("name", [name for name in step_rows.WORK if "muon" not in name])
 def test_the_plain_pass_moves_what_the_step_has_to_move(name):
     least = {"norm": 4, "clip": 12, "adamw-bf16": 20, "adamw-8bit": 16}

@@ -280,14 +280,6 @@ def test_a_task_that(quick, head, body, tmp_path, monkeypatch):
     assert saved["details"]["parameters"] == 15
 
 
-def test_batches_of_several_sizes_are_named(quick, tmp_path, capsys):
-    path = tmp_path / "ragged.py"
-    body = "return model, torch.utils.data.DataLoader(data, 24), loss"
-    path.write_text(f"{HEAD}\ndef make(*_):\n    {body}\n")
-    run(path, "--steps", "8")
-    assert "8 steps of 16 to 24 samples" in capsys.readouterr().out
-
-
 def mask(text):
     """Return a text without what changes from run to run and from machine to machine."""
     said = r"this machine is too busy.*?\ntime|FP32 alone is raced; .*?\(\d+%\)\."

@@ -1,4 +1,4 @@
-"""Datasets of arrays: rows by number, the columns that a loader gathers, and what is refused."""
+"""Datasets of arrays, also of kinds of one's own: rows, columns to gather, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from support.gathering import gather
 from support.loading import assert_same, make_array
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import fastamp
@@ -196,3 +197,36 @@ def test_a_method_set_on_a_dataset_is_called():
 def test_sparse_samples_get_torchs_error():
     with pytest.raises(RuntimeError, match="custom collate_fn"):
         next(iter(fastamp.DataLoader(TensorDataset(X.to_sparse()), 2)))
+
+
+class Mapped(fastamp.Source):
+    """Memory that is there already."""
+
+    x, y = np.arange(3 * N, dtype=np.float32).reshape(N, 3), torch.arange(N)
+
+    def __len__(self):
+        return N
+
+    def columns(self):
+        return {"x": self.x, "y": self.y}
+
+
+def test_columns_are_gathered_and_are_what_torchs_loader_reads(backend):
+    loader = fastamp.DataLoader(Mapped(), 8, shuffle=True, seed=1)
+    assert loader.stats().path.startswith("gathered")
+    order = torch.Generator().manual_seed(1)
+    expected = TorchDataLoader(Mapped(), 8, sampler=torch.randperm(N, generator=order).tolist())
+    assert_same([*loader], [*expected])
+
+
+def test_items_of_a_source_are_the_rows_of_its_batches():
+    assert_same(Mapped()[-1], {"x": Mapped.x[N - 1], "y": Mapped.y[N - 1]})
+
+
+def test_a_source_without_a_method_is_told_which_to_write():
+    class Nothing(fastamp.Source):
+        def __len__(self):
+            return 3
+
+    with pytest.raises(NotImplementedError, match=r"Nothing: write columns\(\)"):
+        next(iter(fastamp.DataLoader(Nothing(), 2)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -325,25 +323,3 @@ def test_a_subclass_may_use_the_names_of_the_options():
 
 def test_default_collate_is_what_a_loader_says_it_uses():
     assert fastamp.DataLoader(X).collate_fn is default_collate
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_that_is_longer_than_it_says_is_told_when_torch_tells_it(num_workers):
-    class Told(IterableDataset):
-        def __len__(self):
-            return 3
-
-        def __iter__(self):
-            return iter(range(4))
-
-    def warned_at(make):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loader = make(Told(), None, num_workers=num_workers)
-            assert len(loader) == 3
-            return [len([w for w in caught if "IterableDataset" in str(w.message)]) for _ in loader]
-
-    expected = warned_at(TorchDataLoader)
-    assert warned_at(fastamp.DataLoader) == expected
-    assert warned_at(functools.partial(fastamp.DataLoader, seed=1)) == expected
-    assert expected[-1] > 0

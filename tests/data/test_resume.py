@@ -10,10 +10,10 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from support.loading import Squares, assert_same, make_array
+from support.loading import Squares, assert_same, generator, make_array
 from support.resumable import EPOCHS, VARIANTS, make_loader, run
 from support.thread_workers import fail
-from torch.utils.data import Dataset, IterableDataset, RandomSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 import fastamp
 from fastamp.data.making import Making
@@ -87,9 +87,10 @@ def test_a_state_can_be_loaded_in_the_middle_and_twice(backend):
     "options",
     [
         lambda: {"shuffle": True},
-        lambda: {"sampler": RandomSampler(X), "generator": torch.Generator().manual_seed(3)},
+        lambda: {"sampler": RandomSampler(X), "generator": generator(3)},
+        lambda: {"sampler": WeightedRandomSampler(torch.ones(40), 40), "generator": generator(3)},
     ],
-    ids=["shuffle", "a sampler without the loader's generator"],
+    ids=["shuffle", "a sampler without the loader's generator", "weights"],
 )
 def test_resuming_leaves_the_programs_own_draws_alone(options, backend):
     """A loader that shuffles with torch's default generator draws a seed as it would anew."""

@@ -122,9 +122,9 @@ def test_what_threads_cannot_do_is_refused():
             fastamp.DataLoader(Squares(3), worker=worker)
     of_processes = {"multiprocessing_context": "fork", "in_order": False, "timeout": 3}
     for name, value in {**of_processes, "persistent_workers": True}.items():
-        with pytest.raises(ValueError, match=f"{name}: expected none with worker='thread'"):
+        with pytest.raises(ValueError, match=f"{name}: expected worker='process' with it"):
             in_threads(Squares(3), **{name: value})
-    with pytest.raises(ValueError, match="iterable dataset: expected"):
+    with pytest.raises(ValueError, match="iterable dataset: expected worker="):
         in_threads(Stream(range(3)))
 
 

@@ -95,5 +95,5 @@ def test_a_record_without_a_row_is_refused_by_the_name_of_the_row(front):
     record = json.loads(path.read_text())
     record["measurements"] = [m for m in record["measurements"] if "images" not in m["name"]]
     path.write_text(json.dumps(record))
-    with pytest.raises(SystemExit, match=r"has no examples/task_images.py/fastamp/bf16: --measure"):
+    with pytest.raises(SystemExit, match=r"has no examples/task_images\.py/fastamp/bf16: --m"):
         front.main(["--check"])

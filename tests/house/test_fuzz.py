@@ -1,4 +1,4 @@
-"""A small part of every fuzzer; `nox -s fuzz` runs them for longer, and the native one."""
+"""A small part of every fuzzer; `nox -s fuzz` runs them for longer."""
 
 from __future__ import annotations
 

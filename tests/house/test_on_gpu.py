@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.emulated import emulated_table, use_emulated
+from support.emulated import count_launches, emulated_table, use_emulated
 
 import fastamp
 from fastamp.step import native
@@ -260,6 +260,14 @@ def emulated():
     if table is None:
         pytest.skip("no compiled core, no C++ compiler or no glibc")
     return lambda: use_emulated(table)
+
+
+def test_the_limits_of_launches_are_those_of_the_emulated_kernels(script, emulated):
+    parts = script("gpu_parts")
+    for tensors, groups, fused, most in parts.LAUNCHES:
+        with emulated():
+            step = parts.make_step(tensors, groups, fused, "cpu")
+            assert count_launches(step).kernels == most
 
 
 def test_the_emulated_kernels_have_the_bits_of_the_cpu_in_every_case(script, emulated):

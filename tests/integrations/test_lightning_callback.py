@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.streams import Stream
 from support.trainers import (
     LOSS,
     MARKS,
@@ -23,7 +22,6 @@ from support.trainers import (
 
 pytest.importorskip("lightning.pytorch")
 
-import fastamp
 from fastamp.integrations import lightning_callbacks
 from fastamp.integrations.lightning import AmpCallback
 
@@ -66,22 +64,6 @@ def test_samples_are_counted_in_a_tokenizers_batches(pl, batches):
     fit(pl, module, encoded, plugins=[make_plugin()], **options)
     rates = [logged(recorder, f"train/{name}_per_s") for name in ("samples", "batches")]
     assert [n for _, n in rates[0]] == [pytest.approx(8 * n) for _, n in rates[1]] != []
-
-
-def test_a_stream_with_workers_is_left_out_of_checkpoints_with_one_warning(pl, batches, tmp_path):
-    names = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"]
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=AmpCallback(), **dict.fromkeys(names, False)
-    )
-    loader = fastamp.DataLoader(Stream(batches), None, num_workers=1)
-    with pytest.warns(UserWarning, match="torchdata's StatefulDataLoader") as told:
-        trainer.fit(make_module(pl), loader)
-    assert sum("StatefulDataLoader" in str(each.message) for each in told) == 1
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    trainer.fit_loop.max_epochs = 2
-    with pytest.warns(UserWarning, match="torchdata's StatefulDataLoader"):
-        trainer.fit(make_module(pl), loader, ckpt_path=tmp_path / "last.ckpt")
-    assert trainer.current_epoch == 2
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")

@@ -149,23 +149,6 @@ def test_each_gpu_is_asked_in_one_thread_by_uuid_until_the_tracker_is_closed(nvm
     assert gpu_threads() == []
 
 
-@pytest.mark.parametrize("uuid", ["b", "MIG-b"])
-def test_a_part_of_a_gpu_is_asked_by_its_own_uuid(nvml, monkeypatch, uuid):
-    def find(uuid):
-        if not uuid.startswith("MIG-b"):
-            raise NVMLError
-        return uuid
-
-    monkeypatch.setattr(sys.modules["pynvml"], "nvmlDeviceGetHandleByUUID", find)
-    properties = types.SimpleNamespace(uuid=uuid)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    made = fastamp.MetricsTracker()
-    made.watch("cuda")
-    wait_for(made, 3)
-    made.close()
-    assert made.history("gpu0/memory_nbytes")[1][0] == 5000
-
-
 @pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
 def test_a_driver_that_refuses_is_told_of_in_the_log(nvml, monkeypatch, caplog, broken):
     def refuse(*_):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import warnings
 
 import pytest
@@ -86,7 +87,7 @@ def same_bits(ours, theirs):
     return all((bits(a) == bits(b)).all() for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("steps", [1, 50])
+@pytest.mark.parametrize("steps", [1, 20])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_steps_are_torchs_but_for_roundings(options, steps, compiled, device):
     """The products are torch's operations, on the CPU with the same bits; its lerp_ has an FMA.
@@ -94,11 +95,11 @@ def test_steps_are_torchs_but_for_roundings(options, steps, compiled, device):
     So the momentum differs in its last bit, and now and then a direction in the last of bfloat16's
     8 bits. Measured: of a matrix's norm at most 1e-5 after 1 step, and 3.4e-4 after 50.
     """
-    count = 2 if (steps, compiled) == (50, "emulated") else steps
+    count = 2 if (steps, compiled) == (20, "emulated") else steps
     ours, theirs = (
         train(step, range(count), device, **OPTIONS[options]) for step in (own_step, torchs_step)
     )
-    assert error(ours, theirs) < NEAR[device] * (10 if steps == 50 else 1)
+    assert error(ours, theirs) < NEAR[device] * (10 if steps == 20 else 1)
     buffers = len(SHAPES)
     assert error(ours[buffers:], theirs[buffers:]) < 1e-6
 
@@ -334,13 +335,13 @@ def with_memory_that_overlaps(parameters, _):
         (with_hook, ""),
         (with_patch, ""),
         (with_newer_option, "fastamp does not know Muon's maximize"),
-        (with_another_order, "a matrix or gradient is not contiguous"),
-        (with_another_order_of_a_gradient, "a matrix or gradient is not contiguous"),
-        (with_an_empty_one, "a parameter is no matrix"),
+        (with_another_order, "is not contiguous"),
+        (with_another_order_of_a_gradient, "is not contiguous"),
+        (with_an_empty_one, "no .*matrix"),
         (with_float64, NOT_PACKED),
         (with_shared_memory, NOT_PACKED),
         (with_memory_that_overlaps, NOT_PACKED),
-        (with_option("adjust_lr_fn", "none of these"), "adjust_lr_fn='none of these'"),
+        (with_option("adjust_lr_fn", "none of these"), "adjust_lr_fn"),
     ],
 )
 def test_what_fastamp_does_not_know_is_torchs(change, reason, compiled):
@@ -352,7 +353,8 @@ def test_what_fastamp_does_not_know_is_torchs(change, reason, compiled):
             if step == 0 or change is with_another_order_of_a_gradient:
                 change(parameters, optimizer)
             if is_ours:
-                assert fastamp.optimizer_step(optimizer, 1.0).way.startswith(f"torch's: {reason}")
+                way = fastamp.optimizer_step(optimizer, 1.0).way
+                assert re.match(f"torch's: .*{reason}", way)
             else:
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()

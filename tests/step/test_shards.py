@@ -123,7 +123,7 @@ def test_gradients_that_are_placed_otherwise_are_brought_to_their_parameters(fou
     for right, by_grad, by_state in four.run(2, shard_cases.gradients_placed_otherwise):
         assert right[0].startswith("native")
         assert right[0] == by_grad[0]
-        assert "other placements than its parameter" in by_state[0]
+        assert "than its parameter" in by_state[0]
         torch.testing.assert_close(by_grad[1], right[1], rtol=0, atol=0)
         torch.testing.assert_close(by_state[1], right[1], rtol=1e-6, atol=1e-7)
 
@@ -201,12 +201,14 @@ def test_without_a_scaler_ranks_with_different_gradients_skip_together(four):
         assert weight == pytest.approx([-0.5] * 2)
 
 
-@pytest.mark.parametrize("options", [{"fused": None}, {"fused": True}, {"foreach": False}], ids=str)
-def test_shards_of_fsdp1_are_refused_without_a_process_group(options):
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_shards_of_fsdp1_are_refused_without_a_process_group(is_hooked):
     """Each rank would clip by its own norm."""
     (p,) = parameters_with(torch.ones(4))
     p._fsdp_flattened = True
-    optimizer, scaler = torch.optim.AdamW([p], **options), fastamp.GradScaler("cpu")
+    optimizer, scaler = torch.optim.AdamW([p]), fastamp.GradScaler("cpu")
+    if is_hooked:  # a step that is torch's
+        optimizer.register_step_post_hook(lambda *_: None)
     scaler.scale(torch.ones(()))
     for call in (
         lambda: fastamp.optimizer_step(optimizer, max_norm=1.0),

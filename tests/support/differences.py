@@ -20,11 +20,7 @@ OPTIMIZERS = {
     "Adam, decay 0.01": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
     "SGD, momentum 0.9": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
 }
-TORCHS = {
-    "fused": {"fused": True},
-    "foreach": {"foreach": True},
-    "for-loop": {"foreach": False},
-}
+TORCHS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}
 
 
 class Difference(NamedTuple):
@@ -64,33 +60,23 @@ def differences(name: str, dtype: str) -> dict[str, Difference]:
     return found
 
 
-def rounded_up(value: float) -> float:
-    """Round up to one digit."""
-    digit = 10.0 ** math.floor(math.log10(value))
-    return math.ceil(value / digit) * digit
-
-
 def bound(found: Difference) -> str:
-    """Return the bounds of a difference, as the table has them."""
+    """Return the bounds of a difference, rounded up to one digit, as the table has them."""
     if not math.isfinite(found.most):
         return "torch's is inf"
     if found.share > 0.9:  # its kernel updates 8 of 1,000
         return "torch's is wrong"
     if found.share == 0:
         return "none"
-    return f"{100 * rounded_up(found.share):.2g} %, {rounded_up(found.most):.0e}"
-
-
-def rows() -> list[list[str]]:
-    """Return the page's table."""
-    found = [["optimizer", "dtype", *TORCHS], ["---"] * 5]
-    for name in OPTIMIZERS:
-        for dtype in DTYPES:
-            cells = [bound(each) for each in differences(name, dtype).values()]
-            found.append([name, dtype, *cells])
-    return found
+    digits = [10.0 ** math.floor(math.log10(value)) for value in found]
+    share, most = (math.ceil(v / d) * d for v, d in zip(found, digits, strict=True))
+    return f"{100 * share:.2g} %, {most:.0e}"
 
 
 if __name__ == "__main__":
-    for row in rows():
-        print("|", " | ".join(row), "|")  # noqa: T201
+    print("| optimizer | dtype |", " | ".join(TORCHS), "|")  # noqa: T201
+    print("|", " | ".join(["---"] * 5), "|")  # noqa: T201
+    for name in OPTIMIZERS:
+        for dtype in DTYPES:
+            cells = [bound(each) for each in differences(name, dtype).values()]
+            print("|", " | ".join([name, dtype, *cells]), "|")  # noqa: T201

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import logging
-import os
 import pickle
 from pathlib import Path
 
@@ -106,15 +105,6 @@ def save_a_small_model(folder: Path) -> None:
     for step in range(start + 1, 5):
         checkpointer.save(step)
         report("saved", step)
-
-
-def sync_before_flushing(folder: Path) -> None:
-    """Sync a file while what is written to it is still in a buffer, and then give it its name."""
-    with (folder / "new").open("w") as file:
-        file.write("new")
-        os.fsync(file.fileno())
-    (folder / "new").replace(folder / "record")
-    (folder / "page").unlink()
 
 
 def write_carelessly(folder: Path) -> None:

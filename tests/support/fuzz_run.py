@@ -1,4 +1,4 @@
-"""`nox -s fuzz`: every fuzzer for a count or a time, the native one with sanitizers.
+"""`nox -s fuzz`: every fuzzer for a count or a time.
 
 `python -m support.fuzz_run [--count N] [--seconds S] [--first N] [NAME ...]`; all fuzzers share the
 seconds. `--first` with `--count 1` runs a finding again. Exit status 1 if there are any.
@@ -8,33 +8,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 
 import torch
-from support import fuzz_commands, fuzz_files, fuzz_states
+from support import fuzz_files, fuzz_states
 from support.fuzz import fuzz
 
-TARGETS = {**fuzz_states.TARGETS, **fuzz_files.TARGETS, **fuzz_commands.TARGETS}
-ROOT = Path(__file__).parents[2]
-SOURCES = [*ROOT.glob("tests/native/*.cpp"), *ROOT.glob("csrc/step/*cpu.cpp")]
-SOURCES += [path for path in ROOT.glob("csrc/[dp]*/*.cpp") if path.name != "bind.cpp"]
-FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-DFASTAMP_SANITIZE", "-Icsrc", "-pthread"]
-FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-ffp-contract=off"]
-# torch's thread team, which the passes look for in the process.
-LIBRARIES = ["-ldl", "-Wl,--no-as-needed", "-lgomp"]
-
-
-def run_native(count: int, first: int, limit_s: int) -> bool:
-    """Build the native fuzzer with g++ and run it on random inputs; return whether all is right."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder, "fuzz")
-        subprocess.run(["g++", *FLAGS, *SOURCES, "-o", program, *LIBRARIES], cwd=ROOT, check=True)
-        done = subprocess.run([program, str(count), str(first), str(limit_s)], check=False)
-    return done.returncode == 0
+TARGETS = {**fuzz_states.TARGETS, **fuzz_files.TARGETS}
 
 
 def run(name: str, count: int, first: int, limit_s: float) -> bool:
@@ -54,7 +37,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="of inputs for each")
     parser.add_argument("--seconds", type=float, help="for all together (default: 600)")
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
-    known = [*TARGETS, "native"]
+    known = [*TARGETS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     args = parser.parse_args()
     names = args.names or known
@@ -65,12 +48,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
-    good = [
-        run_native(count, args.first, int(limit_s) + 1)
-        if name == "native"
-        else run(name, count, args.first, limit_s)
-        for name in names
-    ]
+    good = [run(name, count, args.first, limit_s) for name in names]
     return 0 if all(good) else 1
 
 

@@ -35,7 +35,7 @@ class PythonScaler(fastamp.GradScaler):
 @torch.no_grad()
 def make_update(optimizer, factor=1.0, found_inf=0.0, *, zero_grad=False):
     """Multiply gradients by a factor and update, unless `found_inf` is set; make missing states."""
-    rule = next(c for c in type(optimizer).__mro__ if c.__name__ in _RULES).__name__
+    rule = rule_of(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
@@ -46,13 +46,18 @@ def make_update(optimizer, factor=1.0, found_inf=0.0, *, zero_grad=False):
                     param.grad = None
 
 
+def rule_of(optimizer):
+    """Return the arithmetic, the states with the option that each depends on, and if it counts."""
+    return next(_RULES[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in _RULES)
+
+
 def _make_state(rule, group, param, state):
-    _, names, counts = _RULES[rule]
+    _, names, counts = rule
     if counts:
         state.setdefault("step", torch.zeros(()))
     for name, option in names.items():
         if (option is None or group.get(option)) and state.get(name) is None:
-            like = param.grad if rule == "SGD" else param
+            like = param.grad if "momentum_buffer" in names else param
             state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
 
 
@@ -67,7 +72,7 @@ def _update(rule, group, param, state, factor, zero_grad):
     count = int(state["step"].item()) if "step" in state else 0
     states = [v for name, v in state.items() if name != "step" and v is not None]
     values = [param.float(), *(each.float() for each in states)]
-    found = _RULES[rule][0](group, count, -grad if group.get("maximize") else grad, *values)
+    found = rule[0](group, count, -grad if group.get("maximize") else grad, *values)
     for tensor, value in zip([param, *states], found, strict=True):
         tensor.copy_(value)
 

@@ -61,28 +61,6 @@ def mlp(device):
     return torch.nn.Sequential(*layers).to(device), random((STEPS, 4, 16), torch.float32, device)
 
 
-class TinyGPT(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(32, 16)
-        self.block = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, bias=False)
-        self.head = torch.nn.Linear(16, 32)
-
-    def forward(self, tokens):
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
-        return self.head(self.block(self.embed(tokens), src_mask=mask, is_causal=True))
-
-
-def small_gpt(device):
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(32, (STEPS, 2, 12), generator=generator)
-    return TinyGPT().to(device), tokens.to(device)
-
-
-MODELS = {"convnet": convnet, "gpt": small_gpt}
-
-
 def train(model, data, make_optimizer, scaler, step, overflows=OVERFLOWS):
     """Train with an inf in one gradient at some steps; return what there is afterwards."""
     optimizer = make_optimizer(model.parameters())

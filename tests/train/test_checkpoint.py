@@ -274,13 +274,6 @@ def test_an_epoch_whose_last_step_is_short_is_counted_once(tmp_path):
     assert outcome(*run(tmp_path, **fields)) == expected
 
 
-def test_a_run_with_a_constant_rate_can_be_made_longer(tmp_path):
-    fields = {"schedule": "constant", "eval_every": 4}
-    expected = outcome(*run(max_steps=20, **fields))
-    run(tmp_path, max_steps=8, **fields)
-    assert outcome(*run(tmp_path, max_steps=20, **fields)) == expected
-
-
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 @pytest.mark.parametrize(("field", "short", "long"), [("max_steps", 8, 20), ("epochs", 1, 3)])
 def test_a_run_that_has_ended_goes_on_at_the_rate_of_the_longer_one(
@@ -315,13 +308,6 @@ def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path):
     with pytest.raises(CrashError):
         run(tmp_path / "b", loss_fn=act_at(17, crash), **fields)
     assert run(tmp_path / "b", **fields)[1].best_checkpoint.name == result.best_checkpoint.name
-
-
-def test_the_newest_are_kept_and_leftovers_go(tmp_path):
-    (tmp_path / ".step-00000001.pt.part").write_bytes(b"half")
-    (tmp_path / "notes.txt").write_text("the user's")
-    run(tmp_path, max_steps=9, keep=2)
-    assert names(tmp_path) == ["notes.txt", "step-00000006.pt", "step-00000009.pt"]
 
 
 def test_starting_anew_over_checkpoints_is_refused_at_the_start(tmp_path):
@@ -434,12 +420,6 @@ def test_a_checkpoint_of_another_version_is_not_passed_over(tmp_path):
     torch.save({"format": "fastamp.train 0"}, tmp_path / "step-00000009.pt")
     with pytest.raises(CheckpointError, match=r"09\.pt: expected .*, got 'fastamp.train 0'"):
         run(tmp_path, max_steps=9)
-
-
-def test_numbers_of_numpy_can_be_resumed(tmp_path):
-    run(tmp_path, max_steps=3, schedule="constant", lr=np.float64(0.01))
-    _, result = run(tmp_path, max_steps=6, schedule="constant", lr=np.float64(0.01))
-    assert result.steps == 6
 
 
 def test_the_folder_is_the_one_that_it_was_at_the_start(tmp_path, monkeypatch):

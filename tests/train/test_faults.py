@@ -97,18 +97,6 @@ def make_folder(folder):
     return folder
 
 
-@pytest.mark.parametrize("contents", [False, True])
-def test_a_sync_before_a_flush_keeps_nothing(contents, server, tmp_path):
-    found = set()
-    for seed in range(8):
-        folder = make_folder(tmp_path / str(seed))
-        fault = Fault("power", at=5, delay_s=seed, cut=contents)
-        program = "support.fault_programs:sync_before_flushing"
-        assert server.run(program, folder, fault=fault).struck == "remove"
-        found.add((folder / "record").read_text())
-    assert found == {""} if contents else {"", "new"} < found
-
-
 def test_a_program_that_does_not_sync_is_found_out(server, tmp_path):
     found = set()
     for seed in range(12):

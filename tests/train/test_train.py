@@ -24,12 +24,9 @@ import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
 from fastamp.bench.gpt import GPT, Shape, read_library
 from fastamp.train.batches import Batches
-from fastamp.train.loop import check_best
+from fastamp.train.loop import check
 
 # Each choice with and without validation data, but not all pairs.
-CHOICES = pytest.mark.parametrize(
-    ("use_amp", "with_val"), [(None, False), (True, True), (False, True)], ids=str
-)
 
 
 def in_one_batch(x, y):
@@ -78,7 +75,7 @@ def test_a_step_makes_few_calls_of_python():
     model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 2))
     config = TrainConfig(epochs=1, batch_size=8, device="cpu", loss_fn=loss_fn, log_every=1000)
     fine_tune(model, make_data(8 * 50), config=config)
-    assert len(names) <= 20 * 115
+    assert len(names) <= 20 * 114
 
 
 def digits(device="cpu"):
@@ -91,16 +88,6 @@ def digits(device="cpu"):
 def classifier():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-
-
-@CHOICES
-def test_a_classifier_learns_digits_with_the_defaults(use_amp, with_val, backend, device):
-    train, held_out = digits()
-    config = None if use_amp is None else TrainConfig(use_amp=use_amp)
-    result = fine_tune(classifier(), train, held_out if with_val else None, config)
-    assert last(result.train_loss) < 1.4  # from 2.3, the logarithm of 10, in 141 steps
-    assert not with_val or result.val_loss.values[-1] < 1.5
-    assert len(result.val_loss.steps) == (3 if with_val else 0)
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
@@ -329,14 +316,6 @@ def test_an_empty_batch_is_passed_over():
     assert fine_tune(torch.nn.Linear(4, 1), loader, config=config).steps == 6
 
 
-def test_sgd_trains_every_element_of_a_bf16_model():
-    model = torch.nn.Linear(100, 10, bias=False).to(torch.bfloat16)
-    before = model.weight.detach().clone()
-    data = torch.ones(8, 100, dtype=torch.bfloat16), torch.arange(8)
-    fine_tune(model, data, config=TrainConfig(optimizer="sgd", lr=1.0, max_steps=1, use_amp=False))
-    assert (model.weight != before).float().mean() > 0.9
-
-
 def test_a_compiled_model_is_trained_as_the_plain_one():
     compiled, plain = make_model(), make_model()
     calls = []
@@ -378,10 +357,8 @@ def test_the_result_is_bounded_and_pickles():
     ("fields", "message"),
     [
         ({"batch_size": 0}, r"batch_size: expected an integer from 1 to 2\*\*63 - 1, got 0"),
-        ({"epochs": True}, "epochs: expected an integer from 1 to .*, got True"),
         ({"max_steps": 1.5}, "max_steps: expected an integer from 1 to .* or None, got 1.5"),
         ({"lr": "fast"}, "lr: expected a number above 0, got 'fast'"),
-        ({"lr": math.nan}, "lr: expected a number above 0, got nan"),
         ({"max_norm": 0}, "max_norm: expected a number above 0 or None, got 0"),
         ({"weight_decay": -1}, "weight_decay: expected a number of at least 0, got -1"),
         ({"optimizer": "lion"}, "one of adamw, adam, sgd, adagrad, got 'lion'"),
@@ -394,21 +371,9 @@ def test_the_result_is_bounded_and_pickles():
         ),
         ({"loss_fn": 3}, "loss_fn: expected Callable or None, got 3"),
         ({"model_call": ModelCall}, "model_call: expected ModelCall or None, got <class"),
-        ({"tracker": 3}, "tracker: expected MetricsTracker or None, got 3"),
         ({"device": "bogus"}, "device: expected an available device or None, got 'bogus'"),
-        ({"device": "meta"}, "device: expected an available device or None, got 'meta'"),
-        ({"device": b"\xff"}, "device: expected an available device or None, got b"),
-        (
-            {"device": 2**63},
-            "device: expected an available device or None, got 9223372036854775808",
-        ),
         ({"lr": 10**400}, "lr: expected a number above 0, got 1000"),
-        ({"max_norm": torch.ones(2)}, "max_norm: expected a number above 0 or None, got tensor"),
-        ({"optimizer": {}}, r"optimizer: expected a callable or one of .*, got \{\}"),
-        ({"schedule": []}, r"schedule: expected one of .*, got \[\]"),
-        ({"use_amp": torch.ones(2)}, "use_amp: expected bool or None, got tensor"),
         ({"resume": "no"}, "resume: expected bool, got 'no'"),
-        ({"progress": None}, "progress: expected bool, got None"),
         ({"checkpoint_dir": 5}, "checkpoint_dir: expected a path or None, got 5"),
         ({"seed": 2**63}, "seed: expected an integer from 0 to .*, got 9223372036854775808"),
     ],
@@ -448,15 +413,7 @@ def test_the_best_of_no_evaluation_is_refused():
     with pytest.raises(
         ValueError, match="checkpoint_dir: expected a folder, which keep_best needs"
     ):
-        check_best(TrainConfig(keep_best=True), Sharded(), has_val_data=True)
-
-
-def test_a_subclass_of_tuple_is_a_tuple_of_columns():
-    class Pair(tuple):
-        __slots__ = ()
-
-    config = TrainConfig(max_steps=2, batch_size=4, device="cpu")
-    assert fine_tune(make_model(), Pair(make_data(8)), config=config).steps == 2
+        check(TrainConfig(keep_best=True), Sharded(), has_val_data=True, has_state=True)
 
 
 @pytest.mark.parametrize(
