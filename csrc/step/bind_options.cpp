@@ -1,5 +1,5 @@
-// See bind_options.h.
-#include "step/bind_options.h"
+// Reads the options of a parameter group.
+#include "step/bind.h"
 
 namespace fastamp {
 namespace {

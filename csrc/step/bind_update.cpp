@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "step/bind_options.h"
+#include "step/bind.h"
 #include "step/formats.h"
 
 namespace fastamp {

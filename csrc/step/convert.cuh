@@ -14,18 +14,9 @@ __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(float x, __nv_bfloat16* out) { *out = __float2bfloat16_rn(x); }
 __device__ inline void from_float(float x, __half* out) { *out = __float2half_rn(x); }
 
-/// The one place that turns a Format into a device type.
 template <typename Fn>
 __device__ auto visit_format(Format format, Fn fn) {
-  switch (format) {
-    case Format::kBFloat16:
-      return fn(__nv_bfloat16{});
-    case Format::kFloat16:
-      return fn(__half{});
-    default:
-      break;
-  }
-  return fn(float{});
+  return visit_types<__nv_bfloat16, __half>(format, fn);
 }
 
 }  // namespace fastamp

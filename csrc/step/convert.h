@@ -70,20 +70,17 @@ FASTAMP_INLINE void from_float(float x, Float16* out) {
   out->bits = static_cast<std::uint16_t>(sign | magnitude);
 }
 
-/// The one place that turns a Format into a host type.
+/// The one place that turns a Format into a type, of host or device; codes are no numbers.
+template <typename Bfloat, typename Half, typename Fn>
+FASTAMP_HD FASTAMP_INLINE auto visit_types(Format format, Fn fn) {
+  if (format == Format::kBFloat16) return fn(Bfloat{});
+  if (format == Format::kFloat16) return fn(Half{});
+  return fn(float{});
+}
+
 template <typename Fn>
 FASTAMP_INLINE auto visit_host_format(Format format, Fn fn) {
-  switch (format) {
-    case Format::kBFloat16:
-      return fn(BFloat16{});
-    case Format::kFloat16:
-      return fn(Float16{});
-    case Format::kFloat32:
-    case Format::kSigned8:  // codes are no numbers without their scales
-    case Format::kUnsigned8:
-      break;
-  }
-  return fn(float{});
+  return visit_types<BFloat16, Float16>(format, fn);
 }
 
 }  // namespace fastamp

@@ -102,7 +102,7 @@ struct Block {
   std::int64_t number;  ///< of codes: the place of its scale
   std::int64_t start;   ///< its first element
   int numel;
-  std::uint32_t place;  ///< of its first element in its row
+  std::uint32_t place;  ///< of its first element, counted from the begin of a row
 };
 
 /// The blocks of a chunk. Those of codes lie within rows: each row has whole ones, and a shorter
@@ -116,47 +116,40 @@ class Blocks {
 
   FASTAMP_HD Blocks(std::int64_t start, std::int64_t numel, std::uint32_t row, bool has_codes,
                     std::int64_t size_of_floats)
-      : numel_(numel), row_(row), size_(has_codes ? kBlockSize : size_of_floats), start_(start) {
+      : size_(has_codes ? kBlockSize : size_of_floats),
+        count_(static_cast<std::uint32_t>((numel + size_ - 1) / size_)),
+        room_(has_codes ? row : numel),
+        start_(start) {
     if (!has_codes) {
-      place_ = static_cast<std::uint32_t>(start % row_);
+      place_ = static_cast<std::uint32_t>(start % row);
       return;
     }
     per_row_ = static_cast<std::uint32_t>(in_row(row));
     number_ = start / kBlockSize;
-    start_ = number_ / per_row_ * row_;
-    place_ = static_cast<std::uint32_t>(number_ % per_row_);
+    start_ = number_ / per_row_ * row;
+    first_ = static_cast<std::uint32_t>(number_ % per_row_);
   }
 
-  FASTAMP_HD std::uint32_t count() const {
-    return static_cast<std::uint32_t>((numel_ + size_ - 1) / size_);
-  }
+  FASTAMP_HD std::uint32_t count() const { return count_; }
 
   /// Divides 32 bits only: 64 take a GPU ten times as long.
   FASTAMP_HD FASTAMP_INLINE Block operator[](std::uint32_t i) const {
-    if (per_row_ == 0) {
-      const std::int64_t from = i * size_;
-      const auto place = (place_ + static_cast<std::uint32_t>(from)) % row_;
-      return {0, start_ + from, smaller(size_, numel_ - from), place};
-    }
-    const std::uint32_t block = place_ + i;
-    const std::uint32_t rows = block / per_row_;
-    const auto place = (block - rows * per_row_) * static_cast<std::uint32_t>(kBlockSize);
-    return {number_ + i, start_ + static_cast<std::int64_t>(rows) * row_ + place,
-            smaller(kBlockSize, row_ - place), place};
+    const std::uint32_t rows = (first_ + i) / per_row_;
+    const std::int64_t at = (first_ + i - rows * per_row_) * size_;
+    const std::int64_t numel = size_ < room_ - at ? size_ : room_ - at;
+    return {number_ + i, start_ + rows * room_ + at, static_cast<int>(numel),
+            place_ + static_cast<std::uint32_t>(at)};
   }
 
  private:
-  FASTAMP_HD static int smaller(std::int64_t one, std::int64_t other) {
-    return static_cast<int>(one < other ? one : other);
-  }
-
-  std::int64_t numel_;
-  std::uint32_t row_;
   std::int64_t size_;
-  std::int64_t start_;         // of the chunk or, of codes, of the row with its first block
-  std::int64_t number_ = 0;    // of the first block
-  std::uint32_t per_row_ = 0;  // blocks of codes in a row
-  std::uint32_t place_ = 0;    // of the first element in its row or, of codes, of its block there
+  std::uint32_t count_;
+  std::int64_t room_;                 // elements of a row of blocks; of floats the chunk is one row
+  std::int64_t start_;                // of the chunk or, of codes, of the row with its first block
+  std::int64_t number_ = 0;           // of the first block
+  std::uint32_t per_row_ = 1U << 31;  // blocks in a row
+  std::uint32_t first_ = 0;           // the first block in its row
+  std::uint32_t place_ = 0;           // of the first element of floats in its row
 };
 
 /// Returns the elements that chunks divide: with codes as many as whole blocks have room for.

@@ -46,10 +46,11 @@ FASTAMP_HD inline float decayed(float grad, float param, float sign, float decay
   return decay != 0 ? grad + product(decay, param) : grad;
 }
 
-/// How a lean optimizer keeps a rule's states in fewer bits, unless the rule says otherwise. A step
-/// changes them by a hundredth, and codes are 3 to 6 % apart: they are rounded randomly, or they
-/// would never change.
-struct InFormats {
+/// What a rule is unless it says otherwise. A lean optimizer's states in fewer bits change by a
+/// hundredth in a step, and codes are 3 to 6 % apart: they are rounded randomly, or they would
+/// never change.
+struct AnyRule {
+  static bool serves(const GroupOptions&) { return true; }
   static constexpr bool kIsLean = true;
   FASTAMP_HD static constexpr Format code_of(int) { return Format::kSigned8; }
   FASTAMP_HD static constexpr bool is_random(int) { return true; }
@@ -73,7 +74,7 @@ struct Interpolation {
 
 /// torch.optim.Adam and AdamW without amsgrad: exp_avg and exp_avg_sq. The first changes by a tenth
 /// in a step.
-struct Adam : InFormats {
+struct Adam : AnyRule {
   static constexpr Rule kRule = Rule::kAdam;
   static constexpr int kStates = 2;
 
@@ -81,8 +82,6 @@ struct Adam : InFormats {
     return s == 0 ? Format::kSigned8 : Format::kUnsigned8;
   }
   FASTAMP_HD static constexpr bool is_random(int s) { return s > 0; }
-
-  static bool serves(const GroupOptions&) { return true; }
 
   struct Terms {
     Interpolation to_grad;  ///< of exp_avg
@@ -122,7 +121,7 @@ struct Adam : InFormats {
 
 /// torch.optim.SGD without dampening: momentum_buffer, if there is momentum.
 template <bool kMomentum>
-struct Sgd : InFormats {
+struct Sgd : AnyRule {
   static constexpr Rule kRule = Rule::kSgd;
   static constexpr int kStates = kMomentum ? 1 : 0;
 
@@ -154,11 +153,9 @@ struct Sgd : InFormats {
 
 /// Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms", program 1): exp_avg.
 /// The parameter moves by the sign of an average of gradients, and its decay is decoupled.
-struct Lion : InFormats {
+struct Lion : AnyRule {
   static constexpr Rule kRule = Rule::kLion;
   static constexpr int kStates = 1;
-
-  static bool serves(const GroupOptions&) { return true; }
 
   struct Terms {
     float lr;
@@ -192,12 +189,10 @@ struct Lion : InFormats {
 
 /// torch.optim.Muon before its products: momentum_buffer. The parameter is what will be multiplied,
 /// and is only written.
-struct MuonMomentum : InFormats {
+struct MuonMomentum : AnyRule {
   static constexpr bool kIsLean = false;
   static constexpr Rule kRule = Rule::kMuonMomentum;
   static constexpr int kStates = 1;
-
-  static bool serves(const GroupOptions&) { return true; }
 
   struct Terms {
     Interpolation to_grad;
@@ -219,12 +214,10 @@ struct MuonMomentum : InFormats {
 };
 
 /// torch.optim.Muon after its products, of which the gradient is the result.
-struct MuonWrite : InFormats {
+struct MuonWrite : AnyRule {
   static constexpr bool kIsLean = false;
   static constexpr Rule kRule = Rule::kMuonWrite;
   static constexpr int kStates = 0;
-
-  static bool serves(const GroupOptions&) { return true; }
 
   struct Terms {
     float step_size;

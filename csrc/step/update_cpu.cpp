@@ -96,7 +96,7 @@ FASTAMP_SIMD_CLONES void fill_noise(const float* __restrict__ state,
                                     const float* __restrict__ param, const Block& block,
                                     std::uint32_t row, std::uint32_t key,
                                     std::uint32_t* __restrict__ noise) {
-  std::uint32_t place = block.place;
+  std::uint32_t place = block.place % row;
   for (int i = 0; i < block.numel; place = 0) {  // row by row
     const int end = i + static_cast<int>(std::min<std::uint32_t>(
                             static_cast<std::uint32_t>(block.numel - i), row - place));

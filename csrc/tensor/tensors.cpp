@@ -24,10 +24,6 @@ struct Torch {
   PyTypeObject* parameter = nullptr;
   const PyGetSetDef* requires_grad = nullptr;
   const PyGetSetDef* grad = nullptr;
-  const PyGetSetDef* layout = nullptr;
-  PyObject* strided = nullptr;
-  bool met_other_layout =
-      false;                   // a refused layout, which costs 1 ms: now the layout is read first
   PyObject* is_neg = nullptr;  // methods of torch.Tensor
   PyObject* is_conj = nullptr;
   PyObject* empty = nullptr;  // torch.empty, and the names of its arguments after the size
@@ -47,22 +43,13 @@ bool calls(PyObject* method, PyObject* self) {
   return !answer.is(py::handle(Py_False));
 }
 
-bool is_strided(PyObject* tensor) {
-  const auto layout =
-      py::reinterpret_steal<py::object>(torch.layout->get(tensor, torch.layout->closure));
-  if (!layout) PyErr_Clear();
-  return layout.ptr() == torch.strided;
-}
-
 /// Reads a plain tensor that has an address: sparse ones, those on meta, torch's zero tensors and
 /// the like have none.
 FASTAMP_INLINE bool read(py::handle object, dlpack::Tensor& found) {
   const PyTypeObject* type = Py_TYPE(object.ptr());
   if ((type != torch.tensor && type != torch.parameter) || torch.api == nullptr) return false;
-  if (torch.met_other_layout && !is_strided(object.ptr())) return false;
   if (torch.api->tensor_from_py_object(object.ptr(), &found) != 0) {
     PyErr_Clear();
-    torch.met_other_layout = true;
     return false;
   }
   found.data = static_cast<char*>(found.data) + found.byte_offset;
@@ -133,10 +120,7 @@ bool attach_torch() {
   torch.parameter = reinterpret_cast<PyTypeObject*>(keep(module.attr("nn").attr("Parameter")));
   torch.requires_grad = getter(tensor, "requires_grad");
   torch.grad = getter(tensor, "grad");
-  torch.layout = getter(tensor, "layout");
-  torch.strided = keep(module.attr("strided"));
-  if (torch.requires_grad == nullptr || torch.grad == nullptr || torch.layout == nullptr)
-    return false;
+  if (torch.requires_grad == nullptr || torch.grad == nullptr) return false;
   torch.is_neg = keep(tensor.attr("is_neg"));
   torch.is_conj = keep(tensor.attr("is_conj"));
   torch.empty = keep(module.attr("empty"));

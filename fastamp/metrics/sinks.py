@@ -17,7 +17,8 @@ class Logged(tuple[str, int, float]):  # noqa: SLOT001 - a tuple can have no slo
     time_s: float
     """Seconds since 1970, as `time.time` returns them."""
 
-    def __new__(cls, scalar: Scalar, time_s: float) -> Self:  # noqa: D102
+    def __new__(cls, scalar: Scalar, time_s: float = 0.0) -> Self:  # noqa: D102
+        # pickle gives no time: it sets the attribute.
         made = super().__new__(cls, scalar)
         made.time_s = time_s
         return made

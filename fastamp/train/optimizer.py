@@ -49,13 +49,16 @@ def make_optimizer(
         except RuntimeError:  # not fused for this device or dtype
             return OPTIMIZERS[kind](parameters, **options)  # type: ignore[no-any-return]
     made: Any = kind(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        msg = f"optimizer: expected a callable that returns an Optimizer, it returned {made!r}"
+        raise TypeError(msg)
     known = {*map(id, trained.parameters())}
     others = [p for group in made.param_groups for p in group["params"] if id(p) not in known]
     if others:
         shape = [*others[0].shape]
         msg = f"optimizer: expected parameters of the model or of loss_fn, got one of shape {shape}"
         raise ValueError(msg)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def find_loss(

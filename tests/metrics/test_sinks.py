@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import subprocess
 import sys
 import threading
@@ -136,6 +137,6 @@ def test_a_sink_is_told_when_a_value_was_logged():
     time.sleep(0.01)
     made.close()
     assert sink[0] == ("earlier", 0, 1.0)
-    assert sink[0].time_s == 5.0
+    assert pickle.loads(pickle.dumps(sink[0])).time_s == sink[0].time_s == 5.0
     assert [name for name, _, _ in sink[1:]] == ["tensor", "train/grad_norm", "train/loss_scale"]
     assert all(start_s <= scalar.time_s <= logged_s for scalar in sink[1:])

@@ -429,32 +429,6 @@ def test_the_folder_is_the_one_that_it_was_at_the_start(tmp_path, monkeypatch):
     assert names(tmp_path / "run") == ["step-00000003.pt", "step-00000006.pt"]
 
 
-def test_a_full_disk_leaves_the_state_and_the_older_checkpoint(tmp_path, monkeypatch):
-    model, steps = make_model(), []
-
-    def fail(state, file):
-        if "step" not in state or state["step"] < 6:  # a trial of one entry
-            return save(state, file)
-        steps.append(state["step"])
-        file.write(b"half")
-        with Path("/dev/full").open("wb") as full:
-            return save(state, full)
-
-    save = torch.save
-    monkeypatch.setattr(torch, "save", fail)
-    text = rf"{tmp_path}: step-00000006\.pt cannot be written: No space left"
-    with pytest.raises(OSError, match=text) as raised:
-        run(tmp_path, model=model)
-    assert raised.value.errno == errno.ENOSPC
-    assert (names(tmp_path), steps) == (["step-00000003.pt"], [6])
-    reference = make_model()
-    with pytest.raises(CrashError):
-        run(model=reference, loss_fn=act_at(7, crash))
-    assert all(map(torch.equal, model.parameters(), reference.parameters()))
-    monkeypatch.undo()
-    assert outcome(*run(tmp_path)) == outcome(*run())
-
-
 def test_a_folder_that_cannot_be_read_is_an_error_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     model = make_model()

@@ -45,12 +45,6 @@ def test_fine_tune_resumes_to_the_bit(tmp_path):
     lean.assert_same(resumed.state_dict(), whole.state_dict())
 
 
-def test_a_loop_of_ones_own_resumes_to_the_bit(tmp_path):
-    whole = lean.checkpointed_run(tmp_path / "whole", 1, 7)
-    lean.checkpointed_run(tmp_path / "parts", 1, 3)
-    lean.assert_same(lean.checkpointed_run(tmp_path / "parts", 1, 4), whole)
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_shards_move_to_other_numbers_of_ranks(tmp_path):
     with ranks.start(3) as started:
