@@ -69,7 +69,7 @@ def make(record: dict[str, Any]) -> str:
         f"<h2>Comparisons</h2>\n{_paragraph(COMPARED)}\n{picture}" if ratios else "",
         f"<h2>Results</h2>\n{_table([[*record['table'][0]], *map(dict.values, record['table'])])}",
         *(_paragraph(note) for note in record["notes"]),
-        f"<h2>Machine and job</h2>\n{_table([['fact', ''], *rows])}\n</body>\n</html>\n",
+        f"<h2>Machine and job</h2>\n{_table([['fact', 'value'], *rows])}\n</body>\n</html>\n",
     ]
     return HEAD.format(title=title, style=STYLE + PAGE) + "\n".join(filter(None, body))
 
@@ -108,11 +108,11 @@ def draw(title: str, points: Sequence[Point]) -> str:
         return round(LEFT + place * (RIGHT - LEFT), 1)
 
     end = ROW * len(points)
-    steps = (low * (high / low) ** (n / 6) for n in range(1, 6))
-    body = [f'<path class="soft" d="M{x(1)} 8V{end + 10}"/>']
-    for tick in sorted({float(f"{step:.{2 if high > 1.2 * low else 3}g}") for step in steps}):
+    body = []
+    for tick in _find_ticks(low, high):
         body.append(f'<path d="M{x(tick)} 8V{end + 10}"/>')
         body.append(f'<text x="{x(tick)}" y="{end + 26}" text-anchor="middle">{tick:g}x</text>')
+    body.append(f'<path class="soft" d="M{x(1)} 8V{end + 10}"/>')
     for y, point in enumerate(points, start=1):
         body.append(f'<g transform="translate(0 {ROW * y})">{_row(point, x)}</g>')
     label = f"{title}: " + "; ".join(f"{each.name} {each.words}".strip() for each in points)
@@ -140,3 +140,14 @@ def _find_limits(points: Sequence[Point]) -> tuple[float, float]:
     places = [x for x in places if 0 < x < math.inf]
     pad = max((max(places) / min(places)) ** 0.04, 1.005)
     return min(places) / pad, max(places) * pad
+
+
+def _find_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers between the ends of the axis: 1 and a few others."""
+    sizes = [factor * 10.0**power for power in range(-6, 7) for factor in (1, 2, 5)]
+    if high > 8 * low:
+        ticks = sizes if high < 60 * low else sizes[::3]
+    else:
+        step = next(size for size in sizes if high - low <= 6 * size)
+        ticks = [n * step for n in range(math.ceil(low / step), int(high / step) + 1)]
+    return [round(tick, 6) for tick in ticks if low <= tick <= high]

@@ -202,6 +202,23 @@ def test_a_point_lies_where_its_ratio_is_and_has_the_colour_of_its_verdict():
     assert re.findall(r'circle class="(\w+)"', drawn) == ["soft", "good"]
 
 
+@pytest.mark.parametrize(
+    ("ends", "ticks"),
+    [
+        ((0.98, 1.0, 1.03), ["0.98x", "1x", "1.02x"]),
+        ((0.65, 1.2, 2.3), ["1x", "1.5x", "2x"]),
+        ((0.5, 1.0, 2.0), ["0.5x", "1x", "1.5x", "2x"]),
+        ((1.0, 13.0, 16.0), ["1x", "2x", "5x", "10x"]),
+        ((0.1, 0.1, 500.0), ["0.1x", "1x", "10x", "100x"]),
+    ],
+)
+def test_the_axis_of_the_picture_has_round_numbers_with_1_among_them(ends, ticks):
+    low, value, high = ends
+    points = [page.Point("a", ends=(low, low, low)), page.Point("b", ends=(high, high, high))]
+    points.append(page.Point("c", ends=(low, value, high)))
+    assert re.findall(r">([\d.]+x)</text>", page.draw("x", points)) == ticks
+
+
 # The other commands
 
 
