@@ -41,7 +41,7 @@ def test_the_oldest_session_installs_the_floors_of_pyproject():
     function = [node for node in noxfile.body if getattr(node, "name", "") == "list_floors"]
     names = {"re": re, "Any": Any}
     exec(compile(ast.Module(function, []), "noxfile.py", "exec"), names)  # noqa: S102
-    floors = {"torch==2.6", "lightning==2.4", "pytorch-lightning==2.4", "accelerate==1.2"}
+    floors = {"torch==2.8", "lightning==2.4", "pytorch-lightning==2.4", "accelerate==1.2"}
     assert floors | {"transformers==4.49"} <= {*names["list_floors"](project)}
     assert all(re.fullmatch(r"[\w-]+==[\d.]+", each) for each in names["list_floors"](project))
 

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no
 LAYOUTS = ["fsdp", "tensor parallel", "partial", "hsdp", "mixed"]
 
 
+OLD_REFUSES = [("fsdp", "sgd fused"), ("mixed", "adamw fused")]
+
+
 @pytest.fixture(scope="module")
 def four():
     with ranks.start(4) as started:
@@ -41,7 +44,7 @@ def test_the_norm_equals_one_process_to_the_last_float32_bit(four, count, layout
     assert ours == alone
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.6 itself breaks the graph")
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.8 itself breaks the graph")
 def test_in_a_graph_of_torch_compile_dtensors_go_torchs_way(four):
     for theirs, ours in four.run(2, shard_cases.clipped_in_a_graph):
         for one, other in zip(theirs, ours, strict=True):
@@ -76,6 +79,8 @@ def test_nan_on_one_rank_is_the_norm_of_all(four):
     + [("mixed", "sgd momentum")],
 )
 def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name):
+    if torch.__version__ < (2, 10) and (layout, name) in OLD_REFUSES:
+        pytest.skip("a fused update of torch 2.8 refuses these DTensors")
     for alone, ours in itertools.chain(*four.run(4, shard_cases.step, layout, name)):
         for expected, got in zip(alone, ours, strict=True):
             # A sum over ranks is rounded before it is scaled, where one process has none.
@@ -199,6 +204,7 @@ def test_plain_parts_share_one_norm_where_a_rank_has_none(four, missing):
     assert not skipped
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="needs torch 2.10's fused AdamW")
 @pytest.mark.parametrize("bad_rank", [None, 3])
 def test_stages_of_a_pipeline_share_one_norm_and_one_verdict(four, bad_rank):
     results = four.run(4, shard_cases.pipeline, bad_rank)
@@ -233,7 +239,7 @@ def test_bad_values_are_named_with_their_rank_and_place_there(four, layout):
         ]
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.6 refuses uneven shards here")
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.8 refuses uneven shards here")
 def test_fsdp2_over_tensor_parallel_has_one_norm(four):
     norm, expected, kinds = same(four.run(4, shard_cases.fsdp_over_tensor_parallel))
     assert norm == pytest.approx(expected, rel=1e-7)

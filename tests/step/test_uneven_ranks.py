@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import ranks, uneven_ranks
+from support.devices import HAS_CORE
 from support.gradients import parameters_with
 
 import fastamp
@@ -44,6 +45,8 @@ def test_a_rank_without_a_gradient_leaves_no_other_waiting(two, what, how, bad):
 def test_a_step_that_fails_between_read_and_update_leaves_nothing_on_the_shards(
     two, fused, enabled
 ):
+    if fused and not HAS_CORE:
+        pytest.skip("torch 2.8's fused update takes no DTensors beside plain tensors")
     for left, expected, found in two.run(2, uneven_ranks.fail_in_a_collective, fused, enabled):
         assert left == ["lost", None]
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
