@@ -21,7 +21,7 @@ def untraced(function: C) -> C:
     """Have torch.compile break its graph once where a function is called, and not trace it.
 
     `torch.compiler.disable` does the same, but imports dynamo, which takes a second, and adds a
-    frame to every call. It is used where the name is gone, as in torch 2.6.
+    frame to every call. It is used where the name is gone.
     """
     try:
         hooks: Any = torch._C._dynamo.eval_frame

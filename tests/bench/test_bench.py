@@ -61,7 +61,7 @@ def task(tmp_path):
 MAIN = """
 import multiprocessing, runpy, warnings
 warnings.simplefilter("error")
-# torch 2.6 leaves a folder of torch.distributed's to the end
+# torch 2.8 leaves a folder of torch.distributed's to the end
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
 from fastamp.bench import apart, cores, environment, gpt, measure
 from fastamp.bench.gpt import Shape

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import lightning_cases as cases
 from support import ranks
+from support.devices import NATIVE
 from support.training import assert_same_bits, assert_same_but_for_rounding
 
 if find_spec("lightning") is None:
@@ -43,7 +44,7 @@ def test_two_ranks_train_as_one_on_the_samples_of_both(two, strategy, precision)
         rtol = 0.02 if precision == "16-mixed" else 1e-4
         torch.testing.assert_close(answer["weights"], expected, rtol=rtol, atol=rtol / 10)
         assert answer["skipped"] == 2
-        assert answer["way"].startswith("native")
+        assert answer["way"].startswith(NATIVE)
         assert answer["rate"] == [pytest.approx(0.1 * 0.9**10)]
 
 

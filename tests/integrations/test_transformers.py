@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support.accelerate_loops import fresh_state, use_fp16
+from support.devices import NATIVE
 from support.trainers import OVERFLOWS
 from support.training import assert_same_bits, assert_same_but_for_rounding
 
@@ -92,7 +93,7 @@ def test_it_trains_as_the_trainer_alone_and_logs_what_the_steps_found(tmp_path, 
     assert logged(ours, "loss_scale")[2:5] == [2048.0, 1024.0, 1024.0]
     assert ours.lr_scheduler.last_epoch == STEPS - len(OVERFLOWS)
     assert ours.scaler.skipped_steps == len(OVERFLOWS)
-    assert ours.scaler.last_step.way.startswith("native")
+    assert ours.scaler.last_step.way.startswith(NATIVE)
     if optim == "sgd":  # with a fused one, the Trainer's schedule goes on in skipped steps
         alone = train(Fp16)
         assert_same_but_for_rounding(ours.model.state_dict(), alone.model.state_dict())

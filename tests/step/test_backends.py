@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from support.devices import HAS_CORE, needs_core
 from support.gradients import parameters_with
 from support.processes import run_python
 
@@ -13,8 +14,6 @@ from fastamp._ops import choose
 from fastamp._ops.choose import install_again
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-HAS_CORE = "cpu" in fastamp.backends()
-needs_core = pytest.mark.skipif(not HAS_CORE, reason="needs the compiled core")
 
 
 def test_backends_are_listed_best_first():
@@ -202,13 +201,13 @@ def test_a_pure_python_install_says_what_was_missing(chosen_anew, monkeypatch, d
     assert [f"{why}. Fix it: " in message for message in said] == [True] * (device == GPU)
 
 
-@pytest.mark.parametrize("is_pure", [False, pytest.param(True, marks=needs_core)])
+@needs_core
+@pytest.mark.parametrize("is_pure", [False, True])
 def test_beside_a_gpu_a_build_without_cuda_code_says_so_once(chosen_anew, monkeypatch, is_pure):
     if is_pure:
         monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
     else:
-        native = pytest.importorskip("fastamp._native")
-        monkeypatch.setattr(native, "built_with_cuda", False)
+        monkeypatch.setattr(_ops.core(), "built_with_cuda", False)
     monkeypatch.setattr(choose, "NO_CUDA", "no nvcc that works was found; there was no driver")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

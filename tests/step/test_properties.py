@@ -174,6 +174,13 @@ def clip_coef(norm: np.floating, max_norm: float) -> np.floating:
     return coef if np.isnan(coef) else min(coef, precise(1))
 
 
+def oracle_norm(tensors: list[torch.Tensor]) -> np.floating:
+    """Return the norm of tensors of any dtypes by NumPy."""
+    values = np.concatenate([np.zeros(1), *(values_of(parts(t)).ravel() for t in tensors)])
+    norm = np.sqrt(np.square(values).sum())
+    return norm if any(t.dtype in WIDE for t in tensors) else np.float32(norm)
+
+
 @EXAMPLES
 @given(
     drawn=gradients(EXACT),

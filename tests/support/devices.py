@@ -7,6 +7,10 @@ import torch
 
 from fastamp._ops import choose
 
+HAS_CORE = "cpu" in choose.backends()
+needs_core = pytest.mark.skipif(not HAS_CORE, reason="needs the compiled core")
+NATIVE = "native" if HAS_CORE else "torch's: no compiled code for cpu"
+"""The way of a step that compiled code makes on the CPU where there is any, as with torch 2.10."""
 BACKENDS = ("backend", "compiled", "apart")
 """The fixtures that run a test for several backends."""
 

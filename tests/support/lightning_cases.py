@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.devices import NATIVE
 from support.trainers import LOSS, make_model
 from torch.distributed.fsdp import fully_shard
 
@@ -202,7 +203,7 @@ def run_fabric(precision: str, *, ours: bool) -> list[Any]:
                 own.update()
             elif ours:
                 report = fastamp.optimizer_step(optimizer.optimizer, max_norm=0.1, zero_grad=True)
-                assert report.way.startswith("native"), report.way
+                assert report.way.startswith(NATIVE), report.way
             else:
                 fabric.clip_gradients(wrapped, optimizer, max_norm=0.1)
                 optimizer.step()

@@ -224,7 +224,7 @@ def train_as_launched(environment, errors, folder, fields):
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
     os.environ.update(environment)
     warnings.simplefilter("error")
-    # torch 2.6's, in its checkpoints
+    # torch 2.8's, in its checkpoints
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")

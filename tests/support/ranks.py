@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.processes import CONTEXT
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 COLLECTIVE_S = 120.0  # after which a rank gives up waiting for the others
-NO_FSDP2 = "record_event"  # torch 2.6's words on the CPU
 CALL_S = 300.0  # after which the ranks are killed
 
 
@@ -108,9 +106,6 @@ class Ranks:
                     message = f"{function.__name__} did not end on rank {len(answers)}"
                     raise TimeoutError(message)
                 answers.append(pickle.loads(connection.recv_bytes()))
-        has_fsdp2 = hasattr(torch.cpu.Stream, "record_event")
-        if not has_fsdp2 and NO_FSDP2 in str(answers):
-            pytest.skip("torch 2.6 has no FSDP2 on the CPU")
         failures = [f"rank {i}: {text}" for i, (ok, text) in enumerate(answers) if not ok]
         if failures:
             raise AssertionError("\n".join(failures))

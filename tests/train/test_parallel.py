@@ -37,9 +37,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
 ]
 
-needs_fsdp2 = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="torch 2.6 has no FSDP2 on the CPU"
-)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 MODES = pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 
@@ -232,9 +229,7 @@ def wait_for(condition, processes):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "mode", ["ddp", pytest.param("fsdp", marks=[needs_fsdp2, pytest.mark.at_large])]
-)
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.at_large)])
 def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves_on_all(mode, launch, tmp_path):
     folder = tmp_path / "run"
     fields = {"parallel": mode, "schedule": "constant", "max_steps": 100_000, "keep": 2}
@@ -258,7 +253,6 @@ def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves_on_all(mode, la
     assert last % 10 == 0 or last % 3 == 0  # ranks exchange signals, or the next checkpoint
 
 
-@needs_fsdp2
 def test_torchrun_trains_and_another_number_of_ranks_resumes(tmp_path):
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 300)
