@@ -139,10 +139,12 @@ def _serve(queue: Any, _owner: Any, begin: Callable[[], Any], begun: Any) -> Non
 def _end(queues: "list[SimpleQueue[Any]]", threads: list[threading.Thread]) -> None:
     """Drop the jobs that no thread has begun, and end the threads."""
     for queue in queues:
-        with contextlib.suppress(Empty):
-            while True:
-                queue.get_nowait()
-        queue.put(None)
+        try:
+            with contextlib.suppress(Empty):
+                while True:
+                    queue.get_nowait()
+        finally:  # Ctrl-C may interrupt this: the dead reference may be among what was dropped
+            queue.put(None)
     for thread in threads:
         with contextlib.suppress(RuntimeError):  # Ctrl-C has kept it from starting
             thread.join()
