@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from support import part_cases, ranks
-from support.devices import needs_core
+from support.devices import NATIVE, needs_core
 from torch.distributed.fsdp import fully_shard
 
 import fastamp
@@ -53,7 +53,7 @@ def test_fsdp_with_ignored_parameters_is_stepped_in_one_go(four):
     for (way, _, alone), (spread_way, kinds, ours) in four.run(
         2, part_cases.fsdp_with_ignored_parameters
     ):
-        assert way.startswith("native")
+        assert way.startswith(NATIVE)
         assert spread_way == way
         assert kinds == 2
         torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
