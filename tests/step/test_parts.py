@@ -1,12 +1,9 @@
 """Native steps of DTensors, in real processes over gloo: bit-equal to those of whole tensors."""
 
-import inspect
-
 import pytest
 import torch
 from support import part_cases, ranks
-from support.devices import NATIVE, needs_core
-from torch.distributed.fsdp import fully_shard
+from support.devices import needs_core
 
 import fastamp
 
@@ -47,13 +44,13 @@ def test_torchs_own_step_goes_on_in_the_middle(four, rule):
 
 
 @pytest.mark.skipif(
-    "ignored_params" not in inspect.signature(fully_shard).parameters, reason="torch is too old"
+    torch.__version__ < (2, 10), reason="torch 2.8's FSDP2 over gloo adds gradients up"
 )
 def test_fsdp_with_ignored_parameters_is_stepped_in_one_go(four):
     for (way, _, alone), (spread_way, kinds, ours) in four.run(
         2, part_cases.fsdp_with_ignored_parameters
     ):
-        assert way.startswith(NATIVE)
+        assert way.startswith("native")
         assert spread_way == way
         assert kinds == 2
         torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
