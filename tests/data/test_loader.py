@@ -266,8 +266,9 @@ def test_indices_that_are_no_integers_give_what_torch_gives(backend):
             list(fastamp.DataLoader(X, 2, sampler=sampler)),
             list(TorchDataLoader(X, 2, sampler=sampler)),
         )
-    with pytest.raises(IndexError):
-        list(fastamp.DataLoader(Subset(X, mask.numpy()), 2))
+    if np.lib.NumpyVersion(np.__version__) >= "2.3.0":  # before, numpy.bool is an index
+        with pytest.raises(IndexError):
+            list(fastamp.DataLoader(Subset(X, mask.numpy()), 2))
 
 
 def test_the_default_device_does_not_matter(backend):

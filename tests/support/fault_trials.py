@@ -250,7 +250,7 @@ def _draw(rng: random.Random, kind: str, subject: Subject, expected: Ran, number
     signals = {"signal", "delay"}
     return Fault(
         kind,
-        at=rng.randint(1, expected.calls_of(rank) // (number + 1)),
+        at=rng.randint(1, max(expected.calls_of(rank) // (number + 1), 1)),
         number=rng.choice(SENT if kind in signals else REFUSALS if kind == "fail" else [0]),
         length=rng.choice([1, 4, 10**9]) if kind in {"fail", "full"} else 1,
         cut=rng.random() < 0.5,
