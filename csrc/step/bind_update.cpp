@@ -10,6 +10,38 @@
 namespace fastamp {
 namespace {
 
+/// Prefetches memory in the order in which the last step read it: of thousands of tensors, the
+/// caches have lost most since then. Prefetching a stale address does no harm.
+class Prefetcher {
+ public:
+  void begin() {
+    last_.swap(now_);
+    now_.clear();
+    next_ = 0;
+    for (int i = 0; i < kAhead; ++i) prefetch();
+  }
+  void add(const void* address) {
+    now_.push_back(static_cast<const char*>(address));
+    prefetch();
+  }
+  /// torch keeps a tensor's sizes among its other fields.
+  void add(py::handle tensor, const dlpack::Tensor& found) {
+    add(tensor.ptr());
+    for (int line = -2; line <= 1; ++line) add(reinterpret_cast<char*>(found.shape) + 64 * line);
+  }
+
+ private:
+  static constexpr int kAhead = 128;  // lines of the cache: some five parameters
+
+  void prefetch() {
+    if (next_ < last_.size()) __builtin_prefetch(last_[next_++]);
+  }
+
+  std::vector<const char*> last_;
+  std::vector<const char*> now_;
+  std::size_t next_ = 0;
+};
+
 /// One optimizer's gradients, parameters and states, read for one step.
 struct ReadStep : PackedTensors {
   py::list params;          ///< those that have a gradient
@@ -17,6 +49,7 @@ struct ReadStep : PackedTensors {
   UpdateList list{};
   std::vector<py::object> alive;  ///< states: another thread may replace them in their dict
   Ranges ranges;                  ///< of all memory; of several optimizers the first one has all
+  Prefetcher prefetcher;
 };
 
 /// What is kept of an optimizer between its steps. A step takes the memory of the last one, so that
@@ -100,6 +133,7 @@ class Reader {
     else
       state = find(states_, param);
     if (state == nullptr || !PyDict_Check(state)) throw kNoState;
+    step_.prefetcher.add(state);
     return state;
   }
 
@@ -158,7 +192,7 @@ class Reader {
     if (tensor == nullptr) throw kNoState;
     dlpack::Tensor found;
     const auto is_on = [&](dlpack::Device device) {
-      return read_dense(tensor, device, found) && found.dtype == kFloat32 && found.numel() == 1;
+      return read(tensor, device, found) && found.dtype == kFloat32 && found.numel() == 1;
     };
     if (is_on(backend_.device)) return static_cast<float*>(taken(tensor, found));
     if (backend_.is_apart && !group_.counts_on_device && is_on(kHost)) throw kNoState;
@@ -169,18 +203,24 @@ class Reader {
   void* read_as(dlpack::DataType dtype, PyObject* name, dlpack::Tensor& found) {
     PyObject* const tensor = find(state_, name);
     if (tensor == nullptr) throw kNoState;
-    if (!read_dense(tensor, backend_.device, found) || !(found.dtype == dtype))
+    if (!read(tensor, backend_.device, found) || !(found.dtype == dtype))
       throw Refusal{text(name) + ": its dtype, layout or device"};
     return taken(tensor, found);
   }
 
   /// Reads floats that have the parameter's shape and order of memory, `layout_`.
   bool read_floats(py::handle tensor, dlpack::Tensor& found, Stored& stored) {
-    if (!read_dense(tensor, backend_.device, found) || !is_alike(found, layout_)) return false;
+    if (!read(tensor, backend_.device, found) || !is_alike(found, layout_)) return false;
     const auto format = format_of(found.dtype);
     if (!format) return false;
     stored = {found.data, nullptr, *format, false};
     ranges_.add(found.data, found.numel() * size_of(*format));
+    return true;
+  }
+
+  bool read(py::handle tensor, dlpack::Device device, dlpack::Tensor& found) {
+    if (!read_dense(tensor, device, found)) return false;
+    step_.prefetcher.add(tensor, found);
     return true;
   }
 
@@ -225,6 +265,7 @@ std::vector<Part> read_parts(const Backend& backend, const py::list& steps,
       ranges.clear();
     }
     step.tensors = py::list();
+    step.prefetcher.begin();
     step.owns_grads = grads.is_none();
     step.list.rule = update.names.rule->rule;
     PyObject* const states = PyTuple_GET_ITEM(given.ptr(), 2);
@@ -259,6 +300,7 @@ void apply(const Backend& backend, Update& update, ReadStep& step, const UpdateS
       for (const py::handle grad : step.tensors) written.append(grad);
     increment_versions(written);
   }
+  step.tensors = py::list();  // the gradients, which nothing here may keep alive
   step.views.clear();
   step.list.groups.clear();
   step.list.parameters.clear();
