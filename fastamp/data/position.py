@@ -58,11 +58,11 @@ def decode(state: Any, identity: dict[str, Any]) -> Position:
 
     Raises:
         ValueError: the state is of another version, or of another loader; or one of its keys is
-            missing, or no integer where one is expected.
+            missing, or not what is expected of it.
     """
     version = state.get("version") if isinstance(state, dict) else None
     missing = [] if version is None else [name for name in _NAMES if name not in state]
-    if version != VERSION or missing:
+    if type(version) is not int or version != VERSION or missing:
         got = f"it has no {missing[0]!r}" if missing else f"got version {version!r}"
         msg = f"state: expected what DataLoader.state_dict returns, version {VERSION}: {got}"
         raise ValueError(msg)
@@ -76,6 +76,10 @@ def decode(state: Any, identity: dict[str, Any]) -> Position:
         as_integer(f"state: its {name}", state[name], least=0, optional=optional)
     values = {name: state[name] for name in _NAMES}
     if state["generator"] is not None:
-        text = bytearray(b64decode(state["generator"]))
-        values["generator"] = torch.frombuffer(text, dtype=torch.uint8)
+        try:
+            decoded = bytearray(b64decode(state["generator"], validate=True))
+            values["generator"] = torch.frombuffer(decoded, dtype=torch.uint8)
+        except (TypeError, ValueError) as error:
+            msg = "state: its generator is not the base64 text of a torch.Generator's state"
+            raise ValueError(msg) from error
     return Position(**values)
