@@ -92,7 +92,7 @@ def find_batches(loader: Any) -> Any:
     """Return what yields a loader's batches of indices, of the whole dataset, or its indices."""
     if not loader._auto_collation:
         return loader.sampler
-    if loader._fastamp.share is not None:
+    if loader._fastamp.share is not None or isinstance(loader.sampler, SeededSampler):
         return BatchSampler(loader.sampler, loader.batch_size, loader.drop_last)
     return loader.batch_sampler
 

@@ -9,6 +9,16 @@ from fastamp.data import DataLoader
 from fastamp.data.order import SeededSampler
 
 
+class EpochBatches(BatchSampler):
+    """torch's batches, with the method by which the Hugging Face Trainer says the epoch."""
+
+    sampler: Any
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be that of an epoch."""
+        self.sampler.set_epoch(epoch)
+
+
 class PreparedLoader(DataLoader[Any]):
     """A loader that tells Accelerate where it is in its pass.
 
@@ -38,16 +48,18 @@ class PreparedLoader(DataLoader[Any]):
     def batch_sampler(self) -> Any:  # type: ignore[override]
         """This process's batches, which `skip_first_batches` reads."""
         whole, own = vars(self)["batch_sampler"], self._fastamp
-        if whole is None or own.share is None:
+        sampler: Any = self.sampler
+        if whole is None or (own.share is None and not isinstance(sampler, SeededSampler)):
             return whole
-        options: Any = {
-            "shuffle": isinstance(self.sampler, SeededSampler),
-            "drop_last": self.drop_last,
-        }
-        ranks = own.share.ranks, own.share.rank
-        sampler: Any = DistributedSampler(self.dataset, *ranks, seed=own.seed or 0, **options)
-        sampler.set_epoch(own.next.epoch)
-        return BatchSampler(sampler, self.batch_size or 1, self.drop_last)
+        if own.share is not None:
+            options: Any = {
+                "shuffle": isinstance(sampler, SeededSampler),
+                "drop_last": self.drop_last,
+            }
+            ranks = own.share.ranks, own.share.rank
+            sampler = DistributedSampler(self.dataset, *ranks, seed=own.seed or 0, **options)
+            sampler.set_epoch(own.next.epoch)
+        return EpochBatches(sampler, self.batch_size or 1, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin a pass, and note in Accelerate's record how it goes."""
