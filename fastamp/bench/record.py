@@ -170,9 +170,10 @@ def render(record: dict[str, Any]) -> str:
         f"torch {env['torch']}, {env['device']} ({env['device_name']}), {env['threads']} threads, "
         f"fastamp {env['fastamp']} (backends {' '.join(env['backends'])})"
     )
-    first = [record["noise"], *record["failures"], record["sentence"]]
-    first = [line for text in first if text for line in wrap(text, WIDTH)]
-    return "\n".join([*first, *align(rows), machine, *record["notes"], *list_verdicts(record)])
+    texts = [record["noise"], *record["failures"], record["sentence"]]
+    first = [line for text in texts for line in wrap(text, WIDTH)]
+    after = [*wrap(machine, WIDTH), *record["notes"], *list_verdicts(record)]
+    return "\n".join([*first, *align(rows), *after])
 
 
 def list_verdicts(record: dict[str, Any]) -> list[str]:
