@@ -17,15 +17,17 @@ from fastamp._ops.private import (
     note_step,
     untraced,
 )
-from fastamp._ops.sharded import gather, hold, replicated
+from fastamp._ops.sharded import hold, replicated
 from fastamp._ops.torch_update import TorchBackend
 from fastamp._ops.types import (
     NO_GRADIENT,
     NO_STATE,
     PLAIN_TYPES,
     Clip,
+    Entry,
     GradStats,
     Why,
+    entries_of,
     is_spread,
     local_of,
     moved,

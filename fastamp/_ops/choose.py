@@ -68,7 +68,7 @@ def _tables() -> Mapping[str, Table]:
         return {}
     tables = {"cpu": (core.cpu_ops, False)}
     if core.built_with_cuda and torch.version.cuda is not None and torch.cuda.is_available():
-        tables = {"cuda": (core.cuda_ops, True), **tables}
+        return {"cuda": (core.cuda_ops, True), **tables}
     return tables
 
 
@@ -82,15 +82,8 @@ def _check_available(name: str, source: str) -> str:
     return name
 
 
-_only: str | None = None
-if os.environ.get("FASTAMP_BACKEND"):
-    try:
-        _only = _check_available(os.environ["FASTAMP_BACKEND"], "FASTAMP_BACKEND")
-    except RuntimeError as error:
-        if sys.argv[:1] != ["-m"]:  # "-m" while `python -m` imports the package: no traceback
-            raise
-        print(error, file=sys.stderr)  # noqa: T201
-        raise SystemExit(2) from None
+_given = os.environ.get("FASTAMP_BACKEND")
+_only = _check_available(_given, "FASTAMP_BACKEND") if _given else None
 
 
 @contextmanager
@@ -160,14 +153,13 @@ def why_fallback(device: torch.device) -> str | None:
     if device.type not in {"cpu", "cuda"}:
         return "compiled code is for the CPU and for CUDA"
     core = _core()
-    why = _why_no_cuda_code() if device.type == "cuda" else None
-    if isinstance(core, str) or why is not None or device.type == "cpu":
-        return core if isinstance(core, str) else why
+    if isinstance(core, str) or device.type == "cpu":
+        return core if isinstance(core, str) else None
+    if (why := _why_no_cuda_code()) is not None:
+        return why
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        msg = (
-            f"the first use of fastamp on {device} is in the capture of a CUDA graph, and kernels "
-            "cannot be loaded in one: make one step before the capture"
-        )
+        msg = f"the first use of fastamp on {device} is in the capture of a CUDA graph, and kernels"
+        msg += " cannot be loaded in one: make one step before the capture"
         raise RuntimeError(msg)
     try:
         core.check_device(device.index or 0)
@@ -191,14 +183,12 @@ backend_for = _handles.__getitem__
 
 def _make_handle(device: torch.device) -> Any:
     table = _tables().get(device.type)  # warns of an extension that cannot be loaded
-    if (why := why_fallback(device)) is not None:
-        if device.type == "cuda" and _only in (None, "cuda"):
-            _warn_of(why)
+    why = why_fallback(device)
+    if why is not None and device.type == "cuda" and _only in (None, "cuda"):
+        _warn_of(why)
+    if why is not None or table is None:
         return None
-    if table is None:
-        return None
-    index = device.index if device.type == "cuda" else None
-    return core().Backend(*table, device, index)
+    return core().Backend(*table, device, device.index if device.type == "cuda" else None)
 
 
 def core_for(device: torch.device) -> Any:

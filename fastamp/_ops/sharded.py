@@ -7,7 +7,7 @@ same elements. One all-reduce in each process group adds up the sums and the fla
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,14 @@ from fastamp._ops.types import Reduced, is_spread, local_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-T = TypeVar("T")
-
 
 class Layout(NamedTuple):
     """How the sum of squares of this rank's parts counts among those of other ranks."""
 
-    groups: tuple[Any, ...] = ()
-    """Process groups of the mesh: reduced over one after the other, they cover it."""
+    groups: tuple[Any, ...]
+    """The user's process group, or those of the mesh: one after the other they cover it."""
     replicas: int = 1
-    """How many ranks of the mesh hold the same elements."""
-    shared: int = 1
-    """How many ranks of the mesh are in the user's process group, which is reduced over last."""
+    """How many ranks hold the same elements."""
 
 
 def hold(
@@ -50,22 +46,24 @@ def hold(
     with torch.no_grad():
         if owners:
             tensors = _aligned(owners)
-            placed = [o if o.grad is None else o.grad for o in owners]
-            placed = [each for each in placed if is_spread(each)]
+            held: list[Any] = [o if o.grad is None else o.grad for o in owners]
+            placed = [each for each in held if is_spread(each)]
         else:
             placed = [_summed(each) for each in tensors if is_spread(each)]
     missing = {id(owner) for owner in owners if owner.grad is None}
+    layout_of = cache(partial(_layout, process_group))  # most have the same
     layouts: dict[Layout, list[Tensor]] = {}
-    for layout, whole in zip(_layouts(placed, process_group), placed, strict=True):
-        here = layouts.setdefault(layout, [])
+    for whole in placed:
+        here = layouts.setdefault(layout_of(whole.device_mesh, whole.placements), [])
         if id(whole) not in missing:
             here.append(local_of(whole))
     plain = [each for each in tensors if not is_spread(each)]
-    if plain or not layouts:
-        # The same on all ranks of the largest mesh.
-        largest = max(layouts, key=_num_ranks, default=Layout())
-        whole_mesh = largest._replace(replicas=_num_ranks(largest))
-        layouts.setdefault(whole_mesh, []).extend(plain)
+    if process_group is not None:
+        layouts.setdefault(Layout((process_group,)), []).extend(plain)
+    elif plain or not layouts:  # the same on all ranks of the largest mesh
+        meshes_ranks = {math.prod(g.size() for g in each.groups): each.groups for each in layouts}
+        ranks = max(meshes_ranks, default=1)
+        layouts.setdefault(Layout(meshes_ranks.get(ranks, ()), ranks), []).extend(plain)
     device = next((each.device for each in (*tensors, *owners)), torch.device("cpu"))
     parts, of_parts = [], []
     for layout, here in layouts.items():
@@ -73,23 +71,8 @@ def hold(
         its_parts = parts_of(here or [torch.empty(0, dtype=torch.float32, device=device)])
         parts += its_parts
         of_parts += [layout] * len(its_parts)
-    meshes = [cast(Any, each).device_mesh for each in placed if process_group is None]
-    return Grads(parts, partial(_reduce, of_parts, meshes, process_group))
-
-
-def gather(
-    items: list[T], tensors: Iterable[Tensor], process_group: "ProcessGroup | None"
-) -> list[T]:
-    """Join the lists of all ranks that hold parts of tensors, in rank order."""
-    layouts = _layouts([each for each in tensors if is_spread(each)], process_group)
-    groups = [*dict.fromkeys(group for layout in layouts for group in layout.groups)]
-    by_rank: dict[int, list[T]] = {dist.get_rank(): items}
-    for group in groups if process_group is None else [*groups, process_group]:
-        others: list[Any] = [None] * group.size()
-        dist.all_gather_object(others, by_rank, group)
-        for other in others:
-            by_rank |= other
-    return [item for rank in sorted(by_rank) for item in by_rank[rank]]
+    meshes = [whole.device_mesh for whole in placed if process_group is None]
+    return Grads(parts, partial(_reduce, of_parts, meshes))
 
 
 def replicated(value: Tensor, like: Iterable[Tensor]) -> Tensor:
@@ -103,31 +86,25 @@ def replicated(value: Tensor, like: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _reduce(
-    layouts: Sequence[Layout],
-    meshes: Sequence[Any],
-    process_group: "ProcessGroup | None",
-    parts: Sequence[Part],
-) -> Reduced:
+def _reduce(layouts: Sequence[Layout], meshes: Sequence[Any], parts: Sequence[Part]) -> Reduced:
     """Read this rank's parts, then add up over all ranks; the result is the same on each."""
     _refuse_submeshes(meshes)
     reduced = [part.reduce() for part in parts]
     like = reduced[0].total
     found_inf = torch.stack([part.found_inf.to(like) for part in reduced]).amax()
-    sums: dict[tuple[Any, int], Tensor] = {}
+    sums: dict[Any, Tensor] = {}
     for layout, part in zip(layouts, reduced, strict=True):
-        key = layout.groups, layout.shared
-        sums[key] = sums.get(key, 0.0) + part.total.to(like) / layout.replicas
+        before = sums.get(layout.groups, 0.0)
+        sums[layout.groups] = before + part.total.to(like) / layout.replicas
     totals = []
-    for (groups, shared), total in sums.items():
+    for groups, total in sums.items():
+        packed = torch.stack([found_inf, total])
         for group in groups:
-            found_inf, total = _all_reduce([found_inf, total], group)  # noqa: PLW2901
-        totals.append(total / shared)
-    total = torch.stack(totals).sum()
-    if process_group is not None:
-        found_inf, total = _all_reduce([found_inf, total], process_group)
+            packed = _all_reduce(packed, group)
+        found_inf = packed[0]
+        totals.append(packed[1])
     dtype = max((part.dtype for part in reduced), key=lambda dtype: dtype.itemsize)
-    return Reduced(total, found_inf.clamp(max=1.0).to(torch.float32), dtype)
+    return Reduced(torch.stack(totals).sum(), found_inf.clamp(max=1.0).to(torch.float32), dtype)
 
 
 def _refuse_submeshes(meshes: Sequence[Any]) -> None:
@@ -166,35 +143,23 @@ def _summed(tensor: Any) -> Any:
     return tensor.redistribute(placements=summed)
 
 
-def _num_ranks(layout: Layout) -> int:
-    return math.prod(group.size() for group in layout.groups)
-
-
-def _layouts(tensors: Iterable[Any], process_group: "ProcessGroup | None") -> list[Layout]:
-    """Return the layout of each DTensor; most have the same."""
-    layout_of = cache(partial(_layout, process_group))
-    return [layout_of(tensor.device_mesh, tensor.placements) for tensor in tensors]
-
-
 def _layout(process_group: "ProcessGroup | None", mesh: Any, placements: tuple[Any, ...]) -> Layout:
-    sizes = [mesh.size(dim) for dim, place in enumerate(placements) if place.is_replicate()]
+    replicas = math.prod(mesh.size(i) for i, place in enumerate(placements) if place.is_replicate())
+    if process_group is not None:
+        ranks = mesh.mesh.flatten().tolist()
+        if not {*ranks} <= {*dist.get_process_group_ranks(process_group)}:
+            msg = f"process_group: expected one with all ranks of the gradients' mesh, {ranks}"
+            raise ValueError(msg)
+        return Layout((process_group,), replicas)
     groups = mesh.get_all_groups()
     if mesh.size() == dist.get_world_size():
         groups = [dist.group.WORLD]  # one for all dimensions
-    shared = 1
-    if process_group is not None:
-        ranks = {*mesh.mesh.flatten().tolist()}
-        shared = len(ranks & {*dist.get_process_group_ranks(process_group)})
-        if shared == len(ranks):
-            groups, shared = [], 1  # the process group covers the mesh
-    groups = [group for group in groups if group.size() > 1]
-    return Layout(tuple(groups), math.prod(sizes), shared)
+    return Layout(tuple(group for group in groups if group.size() > 1), replicas)
 
 
-def _all_reduce(values: Sequence[Tensor], group: "ProcessGroup") -> tuple[Tensor, ...]:
-    packed = torch.stack([*values])
+def _all_reduce(packed: Tensor, group: "ProcessGroup") -> Tensor:
     # Gradients may have been moved to the CPU, where the group has no backend.
     devices = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
     there = packed if packed.device.type in devices else packed.to(devices[0])
     dist.all_reduce(there, group=group)
-    return there.to(packed.device).unbind()
+    return there.to(packed.device)

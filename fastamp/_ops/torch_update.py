@@ -12,18 +12,9 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import fallback, formats
-from fastamp._ops.types import NO_GRADIENT, NO_STATE, Why
+from fastamp._ops.types import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
 
 _PART = 1 << 18  # elements: 1 MiB of float32 stays in the caches, and torch uses all its threads
-
-
-class Entry(NamedTuple):
-    """A parameter that is updated."""
-
-    group: dict[str, Any]
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Any]
 
 
 class TorchBackend(NamedTuple):
@@ -32,25 +23,11 @@ class TorchBackend(NamedTuple):
     device: torch.device
     rule: str
 
-    def read(
-        self,
-        _update: object,
-        groups: list[dict[str, Any]],
-        states: dict[Tensor, Any],
-        grads: list[Tensor] | None,
-    ) -> list[Entry] | tuple[str, str]:
+    def read(self, _update: object, *given: Any) -> list[Entry] | Why:
         """Find what a step reads and writes, or say why it cannot be made here."""
-        params = [(group, param) for group in groups for param in group["params"]]
-        given = [param.grad for _, param in params] if grads is None else grads
-        entries = []
-        for (group, param), grad in zip(params, given, strict=True):
-            if grad is None:
-                continue
-            state = states.get(param) or {}
-            if why := _refusal(self.rule, group, param, grad, state):
-                return why
-            entries.append(Entry(group, param, grad, state))
-        return entries or NO_GRADIENT
+        entries = entries_of(*given)
+        refusals = (_refusal(self.rule, entry) for entry in entries)
+        return next((why for why in refusals if why), None) or entries or NO_GRADIENT
 
     @torch.no_grad()
     def apply(
@@ -71,10 +48,9 @@ class TorchBackend(NamedTuple):
             entry.param.grad = None
 
 
-def _refusal(
-    rule: str, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]
-) -> Why | None:
+def _refusal(rule: str, entry: Entry) -> Why | None:
     """Say why a parameter cannot be updated, as the core does."""
+    group, param, _, grad, state = entry
     names = formats.names_of(rule, group, state)
     plain = [name.removesuffix("_codes") for name in names if name.endswith("_codes")]
     order, text = _order(param), ""
@@ -104,7 +80,7 @@ def _update_one(rule: str, entry: Entry, factor: float) -> None:
 
     It goes by some rows at a time, so that all tensors on the way stay in the cache.
     """
-    group, param, grad, state = entry
+    group, param, _, grad, state = entry
     state["step"] += 1
     step, states = int(state["step"].item()), formats.states_of(rule, group)
     names = formats.names_of(rule, group, state)

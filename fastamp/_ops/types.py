@@ -90,6 +90,31 @@ NO_STATE = Why("no state", "no state")
 NO_GRADIENT = Why("no gradient", "no parameter has a gradient")
 
 
+class Entry(NamedTuple):
+    """A parameter that a step updates, as a backend written in Python reads it."""
+
+    group: dict[str, Any]
+    param: Tensor
+    whole: Any
+    """The parameter again or, where that is a shard, the DTensor."""
+    grad: Tensor
+    state: dict[str, Any]
+
+
+def entries_of(
+    groups: list[dict[str, Any]], states: dict[Tensor, Any], grads: list[Tensor] | None
+) -> list[Entry]:
+    """Return the parameters that have a gradient; see `Backend.read` in _native.pyi."""
+    entries, given = [], iter(grads or ())
+    for group in groups:
+        wholes = group["params"] if grads is None else group["wholes"]
+        for param, whole in zip(group["params"], wholes, strict=True):
+            grad = param.grad if grads is None else next(given)
+            if grad is not None:
+                entries.append(Entry(group, param, whole, grad, states.get(param) or {}))
+    return entries
+
+
 class Reduced(NamedTuple):
     """The result of one read of a part of the gradients, to be added to the other parts'."""
 

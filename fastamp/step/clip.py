@@ -27,8 +27,7 @@ def clip_grad_norm_(
     The gradients are read once, and written once only if their norm is too large. Squares are
     summed in float64: unlike torch's, the norm cannot overflow and is exact to the last float32
     bit. DTensors may have any placements on meshes of the same ranks, mixed with plain tensors that
-    are the same on all these ranks. They cost one all-reduce for each process group. In a graph of
-    torch.compile, torch's function handles DTensors.
+    are the same on all these ranks: one all-reduce a group. In torch.compile it is torch's.
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
@@ -43,8 +42,7 @@ def clip_grad_norm_(
         replicated one; float64 where a gradient has 64 bits, float32 elsewhere.
 
     Raises:
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
-            index of the first such parameter; the gradients are unchanged.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; nothing is changed.
         TypeError: `max_norm` is not a number.
         ValueError: `max_norm` is NaN or below 0.
 
@@ -58,16 +56,12 @@ def clip_grad_norm_(
     """
     parameters = _as_list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    max_norm = as_bound("max_norm", max_norm)
-    norm_type = float(norm_type)
-    read = None
-    if norm_type == 2 and not torch.compiler.is_compiling():
-        read = _ops.hold(grads, owners=parameters)
+    max_norm, norm_type = as_bound("max_norm", max_norm), float(norm_type)
+    read = _hold(grads, norm_type, parameters)
     if read is None:
         return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     stats = read.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
-    if error_if_nonfinite and not stats.norm.isfinite():
-        raise RuntimeError(_nonfinite_message([p.grad for p in parameters]))
+    _check_finite(stats.norm, error_if_nonfinite)
     read.rescale_(stats.factor)
     return _ops.replicated(stats.norm, grads)
 
@@ -91,36 +85,30 @@ def get_total_norm(
         >>> fastamp.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    tensors = _as_list(tensors)
-    norm_type = float(norm_type)
-    read = None
-    if norm_type == 2 and not torch.compiler.is_compiling():
-        read = _ops.hold(tensors)
+    tensors, norm_type = _as_list(tensors), float(norm_type)
+    read = _hold(tensors, norm_type)
     if read is None:
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     norm = read.measure(_ops.Clip()).norm
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(_nonfinite_message(tensors))
+    _check_finite(norm, error_if_nonfinite)
     return _ops.replicated(norm, tensors)
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return one tensor or an iterable of them, as torch.nn.utils takes them, as a list."""
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return list(tensors)
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _nonfinite_message(tensors: Iterable[Tensor | None]) -> str:
-    """Say which gradient is not finite, in torch's words."""
-    where = "in a gradient of another rank"
-    for i, tensor in enumerate(tensors):
-        read = [] if tensor is None else [_ops.local_of(tensor)]
-        if not get_total_norm(read).isfinite():
-            where = f"first in the gradient of parameters[{i}]"
-            break
-    return (
-        "The total norm of order 2.0 for gradients from `parameters` is non-finite "
-        f"({where}), so it cannot be clipped. To disable this error and scale the gradients by the "
-        "non-finite norm anyway, set `error_if_nonfinite=False`"
-    )
+def _hold(tensors: list[Tensor], order: float, owners: Iterable[Tensor] = ()) -> _ops.Grads | None:
+    """Return gradients as fastamp reads them; None if torch has to, or there are none."""
+    is_torchs = order != 2 or torch.compiler.is_compiling()
+    return None if is_torchs else _ops.hold(tensors, owners=owners)
+
+
+def _check_finite(norm: Tensor, error_if_nonfinite: object) -> None:
+    """Raise torch's error."""
+    if error_if_nonfinite and not norm.isfinite():
+        msg = "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it "
+        msg += "cannot be clipped. To disable this error and scale the gradients by the "
+        msg += "non-finite norm anyway, set `error_if_nonfinite=False`"
+        raise RuntimeError(msg)

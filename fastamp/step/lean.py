@@ -18,14 +18,10 @@ _FEW = 1 << 16  # elements whose moments are not worth a warning
 # Of a group: these stay as they are when a state is loaded, the rest is loaded.
 _STAY = ("moments", "exact", "fused")
 _NOT_LOADED = ("amsgrad", "foreach", "capturable", "differentiable")  # of torch's groups
-_OF_TORCH = {"eps": torch.optim.AdamW, "momentum": torch.optim.SGD}
-"""torch's optimizers, by an option that no other lean one has."""
 _REMEDY = "optimizer.load_state_dict(optimizer.state_dict()) converts a state after a change of "
 _REMEDY += "`exact` or of a parameter, del optimizer.state[parameter] lets it begin anew, "
-_REMEDY += (
-    "parameter.data = parameter.data.contiguous() closes gaps in memory, and gradients lie in "
-)
-_REMEDY += "their parameter's order: torch.empty_like(parameter).copy_(parameter.grad)"
+_REMEDY += "parameter.data = parameter.data.contiguous() closes gaps in memory, and gradients lie "
+_REMEDY += "in their parameter's order: torch.empty_like(parameter).copy_(parameter.grad)"
 
 
 class Lean(Optimizer):
@@ -65,21 +61,17 @@ class Lean(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        step = native.read_own(self) if params else None
-        if isinstance(step, _ops.Why):
-            msg = f"fastamp.{type(self).__name__} cannot make this step: {step.text}; {_REMEDY}"
-            raise RuntimeError(msg)  # noqa: TRY004 - a reason, not a type
-        if step is not None:
+        step = native.read_own(self)
+        if not isinstance(step, _ops.Why):
             step.apply(None, None, zero_grad=False)
+        elif step.kind != "no gradient":
+            msg = f"fastamp.{type(self).__name__} cannot make this step: {step.text}; {_REMEDY}"
+            raise RuntimeError(msg)
         return loss
 
     @torch.no_grad()
     def master_weights(self) -> list[Tensor]:
-        """Return the float32 weights of all parameters, in the order of the groups.
-
-        Of a DTensor it is this rank's shard.
-        """
+        """Return all float32 weights, of DTensors this rank's shards, in the groups' order."""
         return [
             formats.read_weights(local_of(p), _local_state(self.state.get(p, {}))).clone()
             for p in native.parameters_of([self])
@@ -90,8 +82,7 @@ class Lean(Optimizer):
         """Set the parameters to float32 weights, as `master_weights` returns them.
 
         Args:
-            weights: one tensor of each parameter's shape, in the order of the groups; of a DTensor
-                this rank's shard.
+            weights: one tensor for each parameter, as `master_weights` returns them.
 
         Raises:
             ValueError: their number or a shape differs; nothing is written.
@@ -136,9 +127,8 @@ class Lean(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of torch's optimizer of its name returned.
 
-        Each state is kept in this optimizer's formats: what was saved in the same ones is loaded
-        bit for bit. `moments` and `exact` of the groups stay as they are. Without saved lower
-        halves, as from torch's optimizer, they become zeros.
+        States are converted to this optimizer's `moments` and `exact`, which stay: bit for bit from
+        the same ones. Lower halves that were not saved, as by torch's optimizer, become zeros.
 
         Raises:
             ValueError: the groups or shapes differ from this optimizer's, an option is not
@@ -152,13 +142,11 @@ class Lean(Optimizer):
     def _loadable(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Tensor, Any]]:
         """Return the groups of a saved state, and its states in this optimizer's formats."""
         saved_groups, saved = state_dict["param_groups"], state_dict["state"]
-        if any(group.get("amsgrad") for group in saved_groups):
-            msg = "state_dict: amsgrad=True, which fastamp.AdamW does not support"
-            raise ValueError(msg)
+        for group in saved_groups:
+            refuse(torch.optim.AdamW, amsgrad=group.get("amsgrad"))
         sizes = [[len(group["params"]) for group in g] for g in (saved_groups, self.param_groups)]
-        if sizes[0] != sizes[1]:
-            msg = f"state_dict: groups of {sizes[0]} parameters; this optimizer has {sizes[1]}"
-            raise ValueError(msg)
+        shown = f"state_dict: groups of {sizes[0]} parameters; this optimizer has {sizes[1]}"
+        _require(sizes[0] == sizes[1], shown)
         groups, loaded = [], {}
         for group, ours in zip(saved_groups, self.param_groups, strict=True):
             new = {name: value for name, value in group.items() if name not in _NOT_LOADED}
@@ -179,9 +167,8 @@ class Lean(Optimizer):
         ours, theirs = _local_state(state), _local_state(saved)
         needed = {*formats.names_of(self.rule, group, theirs)}
         needed |= {"step"} if self.rule == "Adam" else set()
-        if missing := needed - saved.keys():
-            msg = f"state_dict: parameter {place} has no {', '.join(sorted(missing))}"
-            raise ValueError(msg)
+        missing = ", ".join(sorted(needed - saved.keys()))
+        _require(not missing, f"state_dict: parameter {place} has no {missing}")
         theirs = {name: value for name, value in theirs.items() if value is not None}
         _check_saved(states, theirs, local_of(param).shape, place)
         state["step"].fill_(float(theirs.pop("step", 0)))
@@ -214,18 +201,15 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
         >>> torchs = torch.optim.AdamW(model.parameters())
         >>> torchs.load_state_dict(fastamp.to_torch(ours.state_dict()))
     """
-    first = state_dict["param_groups"][0]
-    cls = next((cls for option, cls in _OF_TORCH.items() if option in first), None)
-    if cls is None:
+    groups = state_dict["param_groups"]
+    is_adam = "eps" in groups[0]
+    if not is_adam and "momentum" not in groups[0]:
         msg = "state_dict: torch has no optimizer for it; it has AdamW and SGD"
         raise ValueError(msg)
     states: dict[Any, dict[str, Any]] = {}
-    is_adam, defaults = cls is torch.optim.AdamW, cls([torch.zeros(())]).defaults
-    ours = {"moments", "exact", "seed", "fused"}
-    groups = [
-        {**defaults, **{name: value for name, value in group.items() if name not in ours}}
-        for group in state_dict["param_groups"]
-    ]
+    cls: Any = torch.optim.AdamW if is_adam else torch.optim.SGD
+    defaults, ours = cls([torch.zeros(())]).defaults, {"moments", "exact", "seed", "fused"}
+    kept = [{name: group[name] for name in group if name not in ours} for group in groups]
     for place, state in state_dict["state"].items():
         if any(map(is_spread, state.values())):
             msg = f"state_dict: the state of parameter {place} is a DTensor; gather it first"
@@ -234,7 +218,7 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
         for each in formats.STATES["Adam" if is_adam else "SGD"]:
             if {each.name, each.codes} & state.keys():
                 states[place][each.name] = each.read(state).clone()
-    return {"state": states, "param_groups": groups}
+    return {"state": states, "param_groups": [{**defaults, **group} for group in kept]}
 
 
 def refuse(optimizer: type, *, dampening: float = 0.0, **options: Any) -> None:
@@ -334,14 +318,12 @@ def _check_saved(
     expected: dict[str, Any] = {"low": (bytes_, (*shape, 2))}
     for each in states:
         expected |= {each.codes: (bytes_, shape), each.name: (floats, shape)}
-        expected[each.scale] = (floats[:1], None)
+        if each.scale in saved:
+            expected[each.scale] = (floats[:1], saved[each.scale].shape)
     for name in expected.keys() & saved.keys():
         dtypes, its_shape = expected[name]
         got = f"state_dict: {name} of parameter {place}"
-        if its_shape is not None and saved[name].shape != its_shape:
-            msg = f"{got} has the shape {tuple(saved[name].shape)}, expected {tuple(its_shape)}"
-            raise ValueError(msg)
-        if saved[name].dtype not in dtypes:
-            msg = f"{got} is {saved[name].dtype}, expected {' or '.join(map(str, dtypes))}: "
-            msg += "something converted it since it was saved"
-            raise ValueError(msg)
+        shown = f"{got} has the shape {tuple(saved[name].shape)}, expected {tuple(its_shape)}"
+        _require(saved[name].shape == its_shape, shown)
+        shown = f"{got} is {saved[name].dtype}, expected {' or '.join(map(str, dtypes))}: "
+        _require(saved[name].dtype in dtypes, f"{shown}something converted it since it was saved")

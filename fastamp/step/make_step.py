@@ -31,10 +31,8 @@ class SkipCounts(dict[torch.device, Tensor]):
         count = self.get(device)
         if count is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                msg = (
-                    f"the first step on {device} is in the capture of a CUDA graph, whose replays "
-                    "would reset the count of skipped steps: make one step before the capture"
-                )
+                msg = f"the first step on {device} is in the capture of a CUDA graph, whose replays"
+                msg += " would reset the count of skipped steps: make one step before the capture"
                 raise RuntimeError(msg)
             count = self[device] = torch.zeros((), dtype=torch.float32, device=device)
         elif device.type == "cuda":  # its memory must not be reused before this stream is done
@@ -66,8 +64,8 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
         known: the statistics of an earlier read, whose found_inf still counts.
         counts: where skipped steps are counted.
         zero_grad: set the gradients to None afterwards.
-        args: of the optimizers' `step`.
-        kwargs: of the optimizers' `step`.
+        args: of the optimizers' `step`, as are `kwargs`.
+        kwargs: see `args`.
 
     Returns:
         The report, and what each optimizer's `step` returned, None where it was not called.
@@ -210,7 +208,7 @@ def measure(grads: Grads, clip: Clip, counts: SkipCounts | None = None) -> GradS
     return grads.measure(clip._replace(scale=scale, before=before, skipped=skipped))
 
 
-def rescale(grads: Grads, stats: Any, states: list[dict[str, Any]]) -> None:
+def rescale(grads: Grads, stats: GradStats, states: list[dict[str, Any]]) -> None:
     """Unscale and clip gradients that were read, in at most one write, and note it."""
     grads.rescale_(stats.factor)
     for state in states:

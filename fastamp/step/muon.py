@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import NO_GRADIENT, NO_STATE, Why
+from fastamp._ops import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
 
 RULE = "Muon"
 MODULE = "torch.optim._muon"
 """Where the class is; its `__module__` says torch.optim."""
-STATES = (("momentum_buffer", ""),), False, "zeros of the gradient"
+STATE = "momentum_buffer"
+STATES = ((STATE, ""),), False, "zeros of the gradient"
 """As the core declares those of other rules: names, whether steps are counted, how they begin."""
 OPTIONS = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}
 OPTIONS |= {"adjust_lr_fn", "differentiable"}  # the last one is False: a loaded optimizer has it
@@ -30,26 +31,14 @@ STACK = 64 << 20
 CPU_STACK = 1 << 19
 
 
-class Matrix(NamedTuple):
-    """What a step reads and writes; of a sharded matrix this rank's rows."""
-
-    whole: Any
-    """The parameter, or the DTensor whose rows are here."""
-    param: Tensor
-    grad: Tensor
-    buffer: Any
-    """The momentum; None where there is none yet."""
-
-
 class Stack(NamedTuple):
     """Matrices of one group and one shape; all ranks that share them have the same stacks."""
 
-    group: dict[str, Any]
+    matrices: list[Entry]
     ranks: Any
     """The process group that they are sharded over; None if each rank has all of them."""
     first: int
     """How many matrices of these ranks are before this stack: ranks multiply them in turn."""
-    matrices: list[Matrix]
 
 
 class MuonBackend:
@@ -58,42 +47,30 @@ class MuonBackend:
     def __init__(self, core: Any) -> None:
         self.device, self._core = core.device, core
 
-    def read(
-        self,
-        _update: object,
-        groups: list[dict[str, Any]],
-        states: dict[Tensor, Any],
-        grads: list[Tensor] | None,
-    ) -> list[Stack] | Why:
+    def read(self, _update: object, *given: Any) -> list[Stack] | Why:
         """Find what a step reads and writes, in stacks, or say why it cannot be made here."""
-        stacks: dict[Any, list[Matrix]] = {}
-        given, tensors = iter(grads or ()), list[Tensor]()
-        for place, group in enumerate(groups):
-            wholes = group["params"] if grads is None else group["wholes"]
-            for param, whole in zip(group["params"], wholes, strict=True):
-                grad = param.grad if grads is None else next(given)
-                if grad is None:
-                    continue
-                state = states.get(param) or {}
-                matrix = Matrix(whole, param, grad, state.get("momentum_buffer"))
-                if why := _refusal(group, matrix):
-                    return Why("torch", why)
-                stacks.setdefault((place, _ranks_of(whole), whole.shape), []).append(matrix)
-                tensors += [each for each in matrix[1:] if each is not None]
+        stacks: dict[Any, list[Entry]] = {}
+        tensors = list[Tensor]()
+        entries = entries_of(*given)
+        for entry in entries:
+            if why := _refusal(entry):
+                return Why("torch", why)
+            key = id(entry.group), _ranks_of(entry.whole), entry.whole.shape
+            stacks.setdefault(key, []).append(entry)
+            tensors += _tensors_of(entry)
         if self._core.pack(tensors).rest:
             return Why("torch", "a matrix's dtype, layout or device, or tensors share their memory")
-        if any(matrix.buffer is None for some in stacks.values() for matrix in some):
+        if any(entry.state.get(STATE) is None for entry in entries):
             return NO_STATE
         # Stacks of at most so many bytes, or of one matrix.
         cut, counts = list[Stack](), dict[Any, int]()
         most = CPU_STACK if self.device.type == "cpu" else STACK
-        for (place, ranks, shape), matrices in stacks.items():
+        for (_, ranks, shape), matrices in stacks.items():
             size = 1 if ranks is None else ranks.size()
             count = max(1, most * size // (2 * math.prod(shape)))
             for i in range(0, len(matrices), count):
-                some, first = matrices[i : i + count], counts.get(ranks, 0)
-                cut.append(Stack(groups[place], ranks, first, some))
-                counts[ranks] = first + len(some)
+                cut.append(Stack(matrices[i : i + count], ranks, counts.get(ranks, 0)))
+                counts[ranks] = cut[-1].first + len(cut[-1].matrices)
         return cut or NO_GRADIENT
 
     @torch.no_grad()
@@ -110,14 +87,12 @@ class MuonBackend:
         On a device the core's kernels look at the flag, and the products are made in any case.
         """
         is_skipped = found_inf is not None and not self._core.is_apart and bool(found_inf.item())
-        for group, ranks, first, matrices in () if is_skipped else read:
-            whole, param, *_ = matrices[0]
-            rows = torch.empty(
-                (len(matrices), *param.shape), dtype=torch.bfloat16, device=self.device
-            )
+        for matrices, ranks, first in () if is_skipped else read:
+            group, param, whole, *_ = matrices[0]
+            size = len(matrices), *param.shape
+            rows = torch.empty(size, dtype=torch.bfloat16, device=self.device)
             directions = rows.unbind()
-            buffers = [{"momentum_buffer": each.buffer} for each in matrices]
-            states = dict(zip(directions, buffers, strict=True))
+            states = {to: each.state for to, each in zip(directions, matrices, strict=True)}
             grads = [each.grad for each in matrices]
             momentum = {**group, "params": directions}
             self._pass("Muon, momentum", momentum, states, grads, (factor, found_inf, drops))
@@ -146,22 +121,25 @@ class MuonBackend:
         self._core.apply(update, step, *how)
 
 
-def _refusal(group: dict[str, Any], matrix: Matrix) -> str:
+def _tensors_of(entry: Entry) -> list[Tensor]:
+    """Return the memory of a matrix, of a sharded one this rank's rows."""
+    buffer = entry.state.get(STATE)
+    return [entry.param, entry.grad] + ([] if buffer is None else [buffer])
+
+
+def _refusal(entry: Entry) -> str:
     """Say why a matrix is left to torch's step, which may raise its own error; "" if it is not."""
-    whole, param, grad, buffer = matrix
+    group, param, whole, *_ = entry
     spread = [place for place in getattr(whole, "placements", ()) if not place.is_replicate()]
     if len(spread) > 1 or any(hasattr(p, "split_factor") or not p.is_shard(0) for p in spread):
         return "a matrix is sharded by more than its rows"
-    tensors = [param, grad] + ([] if buffer is None else [buffer])
-    if (
-        whole.dim() != 2
-        or whole.numel() == 0
-        or any(t.layout is not torch.strided for t in tensors)
-    ):
+    tensors = _tensors_of(entry)
+    is_dense = all(each.layout is torch.strided for each in tensors)
+    if not is_dense or whole.dim() != 2 or whole.numel() == 0:
         return "a parameter or gradient is no dense matrix"
     if any(t.shape != param.shape or not t.is_contiguous() or t.is_neg() for t in tensors):
         return "a matrix, gradient or momentum is not contiguous, or of another shape"
-    if buffer is not None and buffer.dtype != grad.dtype:
+    if any(buffer.dtype != entry.grad.dtype for buffer in tensors[2:]):
         return "a momentum of another dtype than the gradient"
     is_known = group["adjust_lr_fn"] in {None, "original", "match_rms_adamw"}
     if not is_known or len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:

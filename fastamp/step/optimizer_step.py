@@ -30,13 +30,11 @@ def optimizer_step(
         optimizer: applies the gradients; several in a list or tuple are clipped to one norm.
         max_norm: largest norm of all gradients together. Without it they are neither clipped nor
             checked, as in torch.
-        zero_grad: set the gradients to None afterwards, also after a skipped step. If another loss
-            sends gradients into these parameters before their next backward pass, as an actor's
-            does into a critic, call `optimizer.zero_grad()` before that pass all the same. A loop
-            that catches an error of the backward pass, as out of memory, and tries again calls it
-            in the handler: half a gradient is left.
-        process_group: ranks that hold different gradients, as the shards of FSDP1, and that skip
-            together; see `GradScaler`.
+        zero_grad: set the gradients to None afterwards, also after a skipped step. Call
+            `optimizer.zero_grad()` all the same where another loss sends gradients into these
+            parameters, as an actor's does into a critic, and after an error of the backward pass
+            that the loop catches, as out of memory: half a gradient is left.
+        process_group: ranks that hold different gradients and skip together; see `GradScaler`.
 
     Returns:
         What the step found and did; a value that is read on the host waits for the device.
@@ -45,8 +43,7 @@ def optimizer_step(
         TypeError: `optimizer` is not an optimizer, `max_norm` not a number, or `process_group` not
             a process group.
         ValueError: `max_norm` is NaN or below 0; a list is empty, has an optimizer twice, or has
-            one parameter in two optimizers; or parameters are FSDP1's, and there is no
-            `process_group`.
+            one parameter in two optimizers; or parameters are FSDP1's, without a `process_group`.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)

@@ -10,9 +10,8 @@ from fastamp.step.lean import Lean, refuse
 class AdamW(Lean):
     """torch.optim.AdamW that keeps its moments, and the weights, in fewer bytes.
 
-    A step is one call of fastamp's core for all parameters: in `GradScaler.step`, in
-    `optimizer_step`, and in `step` alone. Without compiled code it is made in torch's operators,
-    with the same bits, but many times slower.
+    A step, also a bare `step`, is one call of fastamp's core for all parameters. Without compiled
+    code it is made in torch's operators, with the same bits, but many times slower.
 
     Bytes of a parameter and its state, beside the gradient: float32 has 12, as torch's; bfloat16
     with `exact` has 4, and moments 8, 4 or 2 more.
@@ -28,24 +27,21 @@ class AdamW(Lean):
         eps: added to the root of the second moment; at least 1e-12 with `moments="8bit"`, which
             keeps moments below 2^-100 as zeros.
         weight_decay: decoupled weight decay.
-        amsgrad: False; True is not supported.
+        amsgrad, differentiable: False; True is not supported.
         maximize: maximize the objective.
         foreach, capturable, fused: have no effect: the update is always fused, and on CUDA every
             step but the first can be captured in a graph.
-        differentiable: False; True is not supported.
         moments: how both moments are kept: "float32"; "bfloat16"; or "8bit", with a scale for each
             block of 256 elements. There tensors of one dimension, of rows shorter than 64 elements,
-            or that are not contiguous, as channels_last, keep float32. The second moment
-            is rounded randomly, or it would not change.
+            or that are not contiguous keep float32. The second moment is rounded randomly.
         exact: keep the lower 16 bits of bfloat16 parameters: all updates are bit-identical to those
             of float32 weights. With False nothing is kept, and updates are rounded randomly.
-        seed: of random rounding; the same on all ranks. Bits depend on it, the count of steps and
-            the element: its first moment, its weight and its place in its row.
+        seed: of random rounding, the same on all ranks; see csrc/step/formats.h.
 
     Raises:
         ValueError: an argument is out of its range or not supported.
-        TypeError: a parameter that is not frozen is neither float32 nor bfloat16. float16 has too
-            few exponents for weights: updates below 6e-8 vanish.
+        TypeError: a parameter that is not frozen is neither float32 nor bfloat16. In float16
+            updates below 6e-8 would vanish.
 
     Example:
         >>> model = torch.nn.Linear(64, 64).bfloat16()

@@ -1,18 +1,13 @@
 """What a step found: its report, and the gradients that are not finite."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fastamp import _ops
 from fastamp._ops import GradStats
-from fastamp.step.arguments import check_group
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class StepReport(GradStats):
@@ -43,18 +38,11 @@ class StepReport(GradStats):
         return f"StepReport({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
-class _Counts(NamedTuple):
-    name: str
-    n_nan: int
-    n_inf: int
-    first_index: int
+class NonFinite(NamedTuple):
+    """One gradient with values that are not finite.
 
-
-class NonFinite(_Counts):
-    """One gradient with values that are not finite: name, n_nan, n_inf, first_index.
-
-    `first_index` is an index of the flattened gradient; for one index per dimension, use
-    torch.unravel_index.
+    `first_index` is an index of the flattened gradient, of a DTensor of this rank's shard; for one
+    index per dimension, use torch.unravel_index.
 
     Example:
         >>> entry = fastamp.step.NonFinite("weight", n_nan=0, n_inf=1, first_index=5)
@@ -62,57 +50,45 @@ class NonFinite(_Counts):
         (tensor(1), tensor(1))
     """
 
-    rank: int | None = None
-    """The rank that holds these values; None without torch.distributed."""
+    name: str
+    n_nan: int
+    n_inf: int
+    first_index: int
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, rank={self.rank})"
 
-
-def nonfinite_parameters(
-    module: torch.nn.Module, process_group: "ProcessGroup | None" = None
-) -> list[NonFinite]:
+def nonfinite_parameters(module: torch.nn.Module) -> list[NonFinite]:
     """Name the parameters of a module whose gradients hold inf or NaN.
 
     Call it after a step that was skipped and before the gradients are cleared; it reads all of them
-    and waits for the device. With DTensors or a `process_group` all ranks have to call it, and get
-    the same list.
+    and waits for the device. Each rank names what it holds; of a DTensor its shard.
 
     Args:
         module: its named parameters are checked; those without a gradient are left out.
-        process_group: its ranks hold other parameters, as in GradScaler; not needed for DTensors.
 
     Returns:
-        One entry for each such parameter and each rank that holds such values: the name, the number
-        of NaN, the number of inf, and the index of the first of either in the flattened gradient,
-        of a DTensor in this rank's shard. `rank` is the rank that holds the values.
+        One entry for each such parameter: the name, the number of NaN, the number of inf, and the
+        index of the first of either.
 
     Raises:
-        TypeError: `module` is not a module, or `process_group` not a process group.
+        TypeError: `module` is not a module.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> model(torch.tensor([[1.0, torch.inf]])).backward()
         >>> fastamp.nonfinite_parameters(model)
-        [NonFinite(name='weight', n_nan=0, n_inf=1, first_index=1, rank=None)]
+        [NonFinite(name='weight', n_nan=0, n_inf=1, first_index=1)]
     """
     if not hasattr(module, "named_parameters"):
         msg = f"module: expected a torch.nn.Module, got {type(module).__name__}"
         raise TypeError(msg)
-    check_group(process_group)
     named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
     finite = [_values_of(_ops.local_of(grad)).isfinite().all() for _, grad in named]
     read = torch.stack([each.to(finite[0].device) for each in finite]).tolist() if finite else []
-    entries = [
+    return [
         _count_nonfinite(name, _ops.local_of(grad))
         for (name, grad), is_finite in zip(named, read, strict=True)
         if not is_finite
     ]
-    if dist.is_available() and dist.is_initialized():
-        for entry in entries:
-            entry.rank = dist.get_rank()
-        return _ops.gather(entries, [grad for _, grad in named], process_group)
-    return entries
 
 
 def _values_of(grad: Tensor) -> Tensor:

@@ -40,10 +40,9 @@ class GradScaler(torch.amp.GradScaler):
     other optimizer, and one with a step hook, costs one in-place multiply, left out when the factor
     is 1, and one read of a flag, before its own `step`.
 
-    DTensors may have any placements on meshes of the same ranks. They cost one all-reduce a group;
-    all ranks get the same norm, found_inf and scale, and each updates the shards that it holds. The
-    same goes for plain gradients with a `process_group`. With DDP leave it out: all ranks have the
-    same gradients.
+    DTensors may have any placements on meshes of the same ranks. With them, and with a
+    `process_group`, all ranks get the same norm, found_inf and scale: one all-reduce a group. Each
+    updates what it holds.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval: as in
@@ -53,8 +52,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: the scale never falls below this.
         max_scale: the scale never grows above this.
         process_group: ranks that hold different gradients: the shards of FSDP1, or the stages of a
-            pipeline. DTensors on a mesh inside it are counted once. A pickled or copied scaler has
-            none.
+            pipeline; with DDP none. It has all ranks of the DTensors' meshes. A pickled or copied
+            scaler has none.
 
     Raises:
         ValueError: a scale is not above 0, or `init_scale` not between the two bounds.
@@ -127,21 +126,18 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         """Unscale the gradients, check them, clip them to `max_norm`, and step if all are finite.
 
-        A gradient that is not finite skips the step if the scaler is enabled or `max_norm` is set.
-        Otherwise the step does not read the gradients first, as in torch.
-
-        Afterwards `last_step` says what happened, and `.grad` is unscaled and clipped, as after
-        torch's `unscale_`, `clip_grad_norm_` and `step`. After a skipped step `.grad` still holds
-        every inf and NaN, for `nonfinite_parameters`.
+        A gradient that is not finite skips the step if the scaler is enabled or `max_norm` is set;
+        else the gradients are not read, as in torch. Afterwards `last_step` says what happened, and
+        `.grad` is unscaled and clipped. After a skipped step it still holds every inf and NaN.
 
         Args:
-            optimizer: applies the gradients. Several optimizers in a list or tuple are clipped to
-                one norm of all their gradients; one that is not finite skips all their steps.
-            *args: handed on to `optimizer.step`.
-            max_norm: largest norm of all their unscaled gradients together; None does not clip.
-            zero_grad: set the gradients to None afterwards, also after a skipped step, which saves
-                writing them back; see `optimizer_step`.
-            **kwargs: handed on to `optimizer.step`.
+            optimizer: applies the gradients. Several in a list or tuple are clipped to one norm,
+                and skip together.
+            *args: handed on to `optimizer.step`, as are `kwargs`.
+            max_norm: largest norm of all unscaled gradients together; None does not clip.
+            zero_grad: set the gradients to None afterwards, which saves writing them back; see
+                `optimizer_step`.
+            **kwargs: see `args`.
 
         Returns:
             What `optimizer.step` returned, in a list for several; None where it was not called.
@@ -150,8 +146,8 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: `closure=` was given to an enabled scaler, or any closure with `max_norm`;
                 or `step` was called twice since the last `update`, or some optimizers of a list
                 have been unscaled and others not.
-            TypeError, ValueError: as in `optimizer_step`; or torch has to tell one of several
-                optimizers how to unscale, or a gradient is float16 and the optimizer not fused.
+            TypeError, ValueError: as in `optimizer_step`; or one of several optimizers unscales
+                itself, or a gradient is float16 and the optimizer not fused.
         """
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
@@ -220,12 +216,11 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Tensor:
         """Unscale the gradients, check them and clip them, in place, for use before the step.
 
-        If a gradient is not finite they are only unscaled, and the next `step` skips, without a
-        second read, of a scaler that is not enabled, too.
+        If a gradient is not finite they are only unscaled, and the next `step` skips without a
+        second read, also with `enabled=False`.
 
         Args:
-            optimizer: owns the gradients; they may have been unscaled already. Several optimizers
-                in a list or tuple are clipped to one norm.
+            optimizer: owns the gradients, which may be unscaled already; one or several.
             max_norm: largest norm of all unscaled gradients together.
 
         Returns:
@@ -278,7 +273,7 @@ class GradScaler(torch.amp.GradScaler):
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
         """Name the parameters of a module whose gradients hold inf or NaN.
 
-        Like `fastamp.nonfinite_parameters`, with the scaler's `process_group`.
+        See `fastamp.nonfinite_parameters`.
 
         Raises:
             RuntimeError: the last step was made with zero_grad=True, and no gradient is left.
@@ -286,7 +281,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._dropped and all(parameter.grad is None for parameter in module.parameters()):
             msg = "zero_grad=True: the last step set all gradients to None; leave it out"
             raise RuntimeError(msg)
-        return nonfinite_parameters(module, self.process_group)
+        return nonfinite_parameters(module)
 
     def _checked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], max_norm: float | None
@@ -299,8 +294,7 @@ class GradScaler(torch.amp.GradScaler):
         if max_norm is not None and closure is not None:
             msg = f"{max_norm=} cannot clip gradients that a closure recomputes inside the step"
             raise RuntimeError(msg)
-        is_none = closure is None and len(args) + len(kwargs) == 1 and (args or "closure" in kwargs)
-        return ((), {}) if is_none else (args, kwargs)
+        return ((), {}) if args == (None,) or kwargs == {"closure": None} else (args, kwargs)
 
     def _states_of(self, optimizers: list[Optimizer], caller: str = "step") -> list[dict[str, Any]]:
         """Return the optimizers' states in this iteration.
@@ -373,12 +367,12 @@ def _is_torchs(step: Any) -> bool:
 
 def _joined(states: list[dict[str, Any]], device: torch.device | None = None) -> Tensor | None:
     """Join the flags of optimizers by their maximum, on a device; None if nothing was checked."""
-    flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+    flags = {id(f): f for state in states for f in state["found_inf_per_device"].values()}
     if not flags:
         return None
-    device = flags[0].device if device is None else device
-    flags = [*{id(flag): _ops.moved(flag, device) for flag in flags}.values()]
-    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+    device = device or next(iter(flags.values())).device
+    first, *others = (_ops.moved(flag, device) for flag in flags.values())
+    return torch.stack([first, *others]).amax() if others else first
 
 
 def _read_before(states: list[dict[str, Any]]) -> GradStats | None:

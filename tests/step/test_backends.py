@@ -245,12 +245,6 @@ def test_the_core_refuses_a_wrong_buffer_by_name(argument, value):
         backend.grad_stats(packed, **given | {argument: value})
 
 
-@needs_core
-def test_the_core_refuses_tensors_that_it_has_not_packed():
-    with pytest.raises(TypeError, match=r"tensors: fastamp\._native\.PackedTensors"):
-        _ops.backend_for(CPU).grad_stats([torch.ones(1)], None, None, False, None, None)
-
-
 def test_tensors_of_two_devices_are_read_apart():
     with _ops.use_only("fallback"):
         grads = _ops.hold([torch.ones(2), torch.ones(3, device="meta"), torch.ones(1)])

@@ -28,16 +28,6 @@ def total_of(tensors: list[torch.Tensor]) -> float:
     return part.reduce().total.item()
 
 
-def by_both(name, grads, *args):
-    """Clip copies of gradients by fastamp and by torch; return the norms and what is left."""
-    found = []
-    for library in (fastamp, torch.nn.utils):
-        parameters = parameters_with(*[grad if grad is None else grad.clone() for grad in grads])
-        norm = getattr(library, name)(parameters, *args)
-        found.append([norm, *(p.grad for p in parameters)])
-    return found
-
-
 @functools.cache
 def exact_norm(sizes, dtype, device):
     """Return the oracle's norm of the next test's tensors, which is the same for each backend."""
@@ -58,17 +48,11 @@ def assert_ordered(tensors):
     assert total_of(tensors) == reference.ordered_sum([values_of(t) for t in tensors], itemsizes)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_compiled_code_adds_in_the_promised_order(compiled, device, dtype):
-    assert_ordered([random(size, dtype, device, seed=size) for size in SIZES])
-
-
-def test_many_small_tensors_add_in_the_promised_order(compiled, device, small):
+def test_compiled_code_adds_in_the_promised_order(compiled, device, small):
+    for dtype in DTYPES:
+        assert_ordered([random(size, dtype, device, seed=size) for size in SIZES])
     count = 2100 if small else 5000
     assert_ordered([random(1 + i % 300, DTYPES[i % 3], device, seed=i) for i in range(count)])
-
-
-def test_short_lists_add_in_the_promised_order(compiled, device):
     # A long sum hides the last bits of its terms, a short one shows a contracted product.
     for seed in range(300):
         assert_ordered([random(300, torch.float32, device, seed=seed)])
@@ -84,14 +68,6 @@ def test_norm_and_rescaling_do_not_depend_on_the_number_of_threads(backend, devi
     assert torch.equal(tensor, expected)
 
 
-def test_a_norm_beyond_float16_does_not_overflow(backend, device):
-    grad = torch.full((4, 100), 5120.0, dtype=torch.float16, device=device)
-    [parameter] = parameters_with(grad)
-    assert fastamp.clip_grad_norm_([parameter], 1.0).item() == 102400.0
-    assert torch.nn.utils.get_total_norm([torch.full((400,), 5120.0, dtype=torch.float16)]).isinf()
-    assert parameter.grad.double().norm().item() == pytest.approx(1.0, rel=2**-10)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_value_is_found_at_every_position(backend, device, bad, dtype):
@@ -103,13 +79,6 @@ def test_one_bad_value_is_found_at_every_position(backend, device, bad, dtype):
         tensor[i] = bad
         assert grads.measure(NO_CLIP).found_inf.item() == 1.0, i
         tensor[i] = 1.0
-
-
-def test_a_nan_outlives_a_later_infinity(backend, device):
-    for values in ([math.nan, math.inf], [math.inf, math.nan]):
-        tensor = torch.ones(300, device=device)
-        tensor[[3, 290]] = torch.tensor(values, device=device)
-        assert stats_of([tensor]).norm.isnan()
 
 
 @pytest.mark.parametrize("factor", [0.5, 1 / 3, 1e-7, 2.0**-24, 65536.0, 0.0, math.inf, math.nan])
@@ -136,21 +105,14 @@ def test_a_factor_of_one_writes_nothing(compiled, device):
     assert (bits(tensor) == 0x7F800001).all()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_nonfinite_norm_spoils_the_gradients_as_in_torch(backend, device, bad):
-    found = by_both("clip_grad_norm_", [torch.tensor([1.0, bad, -3.0], device=device)], 1.0)
-    torch.testing.assert_close(*found, equal_nan=True)
-
-
-def test_error_if_nonfinite_names_the_parameter_and_changes_nothing(backend, device):
-    grads = [random(10, torch.float32, device, seed=i) for i in range(4)]
-    grads[2][3] = math.nan
-    parameters = parameters_with(None, *[g.clone() for g in grads])
-    message = r"total norm of order 2.0 .*non-finite \(first in the gradient of parameters\[3\]\)"
-    with pytest.raises(RuntimeError, match=message):
-        fastamp.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
-    for parameter, grad in zip(parameters[1:], grads, strict=True):
-        assert np.array_equal(bits(parameter.grad), bits(grad))
+def test_error_if_nonfinite_is_torchs_and_changes_nothing(backend, device):
+    grad, said = torch.tensor([1.0, math.nan], device=device), []
+    for library in (fastamp, torch.nn.utils):
+        with pytest.raises(RuntimeError) as caught:
+            library.clip_grad_norm_(parameters_with(grad), 1.0, error_if_nonfinite=True)
+        said.append(str(caught.value))
+        assert grad[0] == 1
+    assert said[0] == said[1]
 
 
 def test_no_gradients_at_all(backend):

@@ -164,20 +164,6 @@ def test_a_step_is_three_launches_read_finish_and_update_whatever_its_groups(apa
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("apart", ["emulated"], indirect=True)
-def test_more_counts_than_a_table_holds_are_all_counted(apart):
-    parameters = many(4100)
-    optimizer = ADAMW(parameters, fused=True)
-    for bad in (False, True, False):
-        for p in parameters:
-            p.grad = torch.ones_like(p)
-        if bad:
-            parameters[0].grad[0] = math.inf
-        fastamp.optimizer_step(optimizer, max_norm=1.0)
-    assert {optimizer.state[p]["step"].item() for p in parameters} == {2.0}
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("apart", ["emulated"], indirect=True)
 def test_a_short_list_has_short_arguments_and_fills_the_device(apart):
     assert launches_of(many(60)).nbytes < 4096 < launches_of(many(200)).nbytes
     of_read = (10**6 + 65535) // 65536 + 1
@@ -185,7 +171,7 @@ def test_a_short_list_has_short_arguments_and_fills_the_device(apart):
 
 
 @pytest.mark.parametrize("fused", [True, None])
-@pytest.mark.parametrize(("number", "groups"), [(465, 465), (2300, 3), (700, 60), (17, 17)])
+@pytest.mark.parametrize(("number", "groups"), [(465, 465), (4100, 3), (700, 60), (17, 17)])
 def test_many_parameters_and_groups_have_pythons_bits(apart, device, number, groups, fused):
     class Many(Run):
         def __init__(self, *args):

@@ -7,12 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from support import lean
 from support.bits import bits
 from support.emulated import emulated_table, use_emulated
 from support.emulated_build import library
-from support.python_update import python_step
-from support.updates import everything
 
 import fastamp
 from fastamp import _ops
@@ -84,70 +81,6 @@ def test_the_emulated_kernels_give_the_cpus_bits(small):
         clip = _ops.Clip(scale, max_norm, rng.random() < 0.5, before, skipped)
         assert_same_results(memory, clip)
     assert small or (largest > 9_000_000 and many > 2200)
-
-
-@pytest.mark.emulated
-def test_the_emulated_kernels_give_an_update_the_oracles_bits():
-    found = []
-    for make_step in (fastamp.optimizer_step, python_step):
-        generator = torch.Generator().manual_seed(0)
-        sizes = [(dtype, size) for dtype in DTYPES for size in (1, 1003)]
-        values = [torch.randn(size, generator=generator).to(dtype) for dtype, size in sizes]
-        parameters = [torch.nn.Parameter(value) for value in values]
-        optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
-        for step in range(3):
-            for p in parameters:
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-            if step == 1:
-                parameters[0].grad.fill_(math.inf)
-            with use_emulated(emulated_table()):
-                make_step(optimizer, max_norm=1.0)
-        found.append(everything(parameters, optimizer))
-    assert found[0] == found[1]
-
-
-@pytest.mark.emulated
-def test_the_emulated_kernels_give_adamw_in_8_bits_the_fallbacks_bits():
-    found = []
-    sizes = [(70, 300), (9,), (3, 64), (2, 70_000)]
-    for name in ("emulated", "fallback"):
-        parameters, optimizer = lean.make(torch.bfloat16, "8bit", True, sizes)
-        backend = use_emulated(emulated_table()) if name == "emulated" else _ops.use_only(name)
-        with backend:
-            lean.train(parameters, optimizer, 3, bad=(1,))
-        found.append(lean.everything(parameters, optimizer))
-    assert found[0] == found[1]
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_alignment_gives_the_cpus_bits(dtype):
-    generator = torch.Generator().manual_seed(0)
-    for size in (1, 2, 7, 255, 257, 1031, 8192 + 3):
-        values = torch.randn(size + 8, generator=generator).to(dtype)
-        memory = [(values, offset) for offset in range(16 // values.element_size())]
-        assert_same_results(memory, _ops.Clip(max_norm=1.0))
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("count", [15, 16, 17, 256, 257, 2000, 2001, 2017])
-def test_every_size_of_table_gives_the_cpus_bits(count):
-    values = torch.randn(count + 65_537, generator=torch.Generator().manual_seed(count))
-    memory = [(row, 0) for row in (values[:65_537], *values[65_537:].split(1))][:count]
-    assert_same_results(memory, _ops.Clip(max_norm=1.0))
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_numbers_of_every_kind_give_the_cpus_bits(dtype):
-    limits = torch.finfo(dtype)
-    subnormal = [limits.tiny / 2, limits.tiny * limits.eps, limits.tiny * (1 - limits.eps)]
-    kinds = [0.0, limits.tiny, limits.max, *subnormal, math.inf, math.nan]
-    for number in (sign * kind for kind in kinds for sign in (1, -1)):
-        values = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(dtype)
-        values[1::7] = number
-        memory = [(values, 1), (torch.full((9,), number, dtype=dtype), 0)]
-        assert_same_results(memory, _ops.Clip(max_norm=1.0))
 
 
 @pytest.mark.emulated

@@ -49,12 +49,6 @@ def fail_once(optimizer, monkeypatch):
     monkeypatch.setattr(optimizer, "step", failing)
 
 
-# --- a gradient that is not finite, of a tensor subclass ---
-
-
-# --- a step in two calls ---
-
-
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("name", SGDS)
 def test_a_step_after_a_clip_that_failed_is_clipped_when_it_is_called_again(
@@ -141,6 +135,3 @@ def test_what_torchs_scaler_calls_on_itself_is_called(name, optimizer_name, max_
     (expected, theirs), (found, ours) = seen
     torch.testing.assert_close(ours, theirs)
     assert found == expected
-
-
-# --- a failure between read and update ---

@@ -291,10 +291,6 @@ def with_hook(_, optimizer):
     optimizer.register_step_pre_hook(lambda *_: None)
 
 
-def with_patch(_, optimizer):
-    optimizer.step = lambda: type(optimizer).step(optimizer)
-
-
 def with_newer_option(_, optimizer):
     optimizer.defaults["maximize"] = False
 
@@ -319,10 +315,6 @@ def with_an_empty_one(parameters, optimizer):
     parameters[0].grad = torch.zeros(0, 4)
 
 
-def with_shared_memory(parameters, _):
-    parameters[1].data = parameters[7].data
-
-
 def with_memory_that_overlaps(parameters, _):
     values = torch.cat([parameters[6].data.view(-1), torch.zeros(512)])
     parameters[6].data = values[:8192].view(128, 64)
@@ -333,13 +325,11 @@ def with_memory_that_overlaps(parameters, _):
     ("change", "reason"),
     [
         (with_hook, ""),
-        (with_patch, ""),
         (with_newer_option, "fastamp does not know Muon's maximize"),
         (with_another_order, "is not contiguous"),
         (with_another_order_of_a_gradient, "is not contiguous"),
         (with_an_empty_one, "no .*matrix"),
         (with_float64, NOT_PACKED),
-        (with_shared_memory, NOT_PACKED),
         (with_memory_that_overlaps, NOT_PACKED),
         (with_option("adjust_lr_fn", "none of these"), "adjust_lr_fn"),
     ],

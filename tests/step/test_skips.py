@@ -11,9 +11,6 @@ from support.updates import RULES, SIZES, give, make, scaler_of
 
 import fastamp
 
-"""The versions in which torch's faults are known: another one may have mended them."""
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MARGIN = 17
 """Elements of memory before and after a tensor that nobody may write."""

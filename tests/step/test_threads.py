@@ -1,60 +1,13 @@
 """A step in the midst of another, no thread beyond torch's number, and workers after a fork."""
 
-import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from support.gradients import parameters_with
 from support.processes import run_python
 
 import fastamp
-from fastamp.step import native
 
-ADAMW = partial(torch.optim.AdamW, weight_decay=0, eps=0)
-SGD = partial(torch.optim.SGD, momentum=0, fused=True)
 WITHOUT_GPU = [name for name in fastamp.backends() if name != "cuda"]
-
-
-def in_threads(calls, *, at_once):
-    """Run every call in a thread, all at once or one after the other."""
-    count = len(calls) if at_once else 1
-    start = threading.Barrier(count)
-
-    def run(call):
-        start.wait()
-        return call()
-
-    with ThreadPoolExecutor(count) as pool:
-        return [*pool.map(run, calls)]
-
-
-@pytest.mark.parametrize("optimizer_type", [ADAMW, partial(ADAMW, fused=True), SGD])
-def test_a_step_in_the_midst_of_anothers_loses_neither(
-    optimizer_type, compiled, device, monkeypatch
-):
-    """As from two threads that step one optimizer."""
-    parameters = parameters_with(torch.zeros(1000, device=device), torch.zeros(3, device=device))
-    optimizer = optimizer_type(parameters, lr=1.0)
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    prepare = native.prepare
-
-    def prepare_and_step(prepared):
-        monkeypatch.setattr(native, "prepare", prepare)
-        found = prepare(prepared)
-        in_threads([lambda: fastamp.optimizer_step(optimizer, math.inf)], at_once=False)
-        return found
-
-    monkeypatch.setattr(native, "prepare", prepare_and_step)
-    assert fastamp.optimizer_step(optimizer, math.inf).way == "native"
-    for p in parameters:
-        assert p.eq(-2).all()
-    states = optimizer.state_dict()["state"].values()
-    assert all(state["step"] == 2 for state in states if "step" in state)
 
 
 COUNT_THREADS = """

@@ -317,16 +317,17 @@ def plain_parts(missing):
 
 
 def pipeline(bad_rank):
-    """Step two stages, each sharded over its own half of the ranks and beside a plain gradient."""
+    """Step two stages, each sharded over its own half of the ranks and beside a replica."""
     rank, half = dist.get_rank(), dist.get_world_size() // 2
-    grid = mesh_of(2, half)
+    mesh = mesh_of(2, half)["inner"]
     values = random((2, 6, 3), torch.float32, "cpu")
     stage = rank // half
-    parts = [spread(values[stage], grid["inner"], Shard(0)), torch.full((2,), 1.0 + stage)]
+    parts = [spread(values[stage], mesh, Shard(0))]
+    parts.append(spread(torch.full((2,), 1.0 + stage), mesh, Replicate()))
     parameters = as_parameters(parts)
     if rank == bad_rank:
         parameters[0].grad.to_local()[0, 0] = math.nan
-    scaler = scaler_of(1.0, process_group=grid.get_group("outer"))
+    scaler = scaler_of(1.0, process_group=dist.group.WORLD)
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
         scaler.step(torch.optim.AdamW(parameters, lr=1.0, fused=True), max_norm=1.0)
     scaler.update()
@@ -335,15 +336,18 @@ def pipeline(bad_rank):
     return got, expected, counted.call_count
 
 
-def group_over_mesh(name):
-    """Return the norm where the process group holds all ranks of the mesh, or a row of them."""
+def group_over_mesh():
+    """Step where the process group has all ranks of the mesh, and where it has some of them."""
     wholes, grads = grads_on("hsdp")
     norm = norm_of(wholes)
-    group = dist.group.WORLD if name == "world" else mesh_of(2, 2).get_group(name)
-    scaler = fastamp.GradScaler("cpu", enabled=False, process_group=group)
+    optimizer = torch.optim.AdamW(as_parameters(grads), fused=True)
     with CommDebugMode() as counted:
-        scaler.step(torch.optim.AdamW(as_parameters(grads), fused=True), max_norm=1.0)
-    return scaler.last_step.norm.item(), norm, counted.get_total_counts()
+        report = fastamp.optimizer_step(optimizer, 1.0, process_group=dist.group.WORLD)
+    try:
+        fastamp.optimizer_step(optimizer, 1.0, process_group=mesh_of(2, 2).get_group("inner"))
+    except ValueError as error:
+        said = str(error)
+    return report.norm.item(), norm, counted.get_total_counts(), said
 
 
 def experts():
@@ -445,40 +449,11 @@ def fail_in_a_collective(fused, enabled):
 # --- names of bad values ---
 
 
-def error_text():
-    """Return the text of clip's error where the second gradient of rank 0 is not finite."""
-    _, grads = grads_on("fsdp")
-    if dist.get_rank() == 0:
-        grads[1].to_local()[0] = math.inf
-    try:
-        fastamp.clip_grad_norm_(as_parameters(grads), 1.0, error_if_nonfinite=True)
-    except RuntimeError as error:
-        return str(error)
-
-
-def _name(grads, group=None):
-    module = torch.nn.Module()
-    for i, parameter in enumerate(as_parameters(grads)):
-        module.register_parameter(f"w{i}", parameter)
-    found = fastamp.nonfinite_parameters(module, group)
-    return [(entry.rank, tuple(entry)) for entry in found], str(found[:1])
-
-
-def bad_names(layout):
-    """Put bad values into known places of tensors that are then spread, and name them."""
-    wholes, grads = grads_on(layout)
+def bad_names():
+    """Put bad values into known places of tensors that are then sharded, and name this rank's."""
+    wholes, grads = grads_on("fsdp")
     wholes[1][2] = math.nan
     wholes[4][17, 100] = math.inf
     wholes[4][40, 3] = -math.inf
-    spreads = zip(grads, wholes, strict=True)
-    return _name(
-        [spread(w, g.device_mesh, *g.placements) if is_spread(g) else w for g, w in spreads]
-    )
-
-
-def bad_names_of_plain_parts(bad_rank):
-    """Name bad values of plain parts: without a group each rank its own, else all of them."""
-    grad = torch.ones(3)
-    if dist.get_rank() == bad_rank:
-        grad[1] = math.inf
-    return [_name([grad], group)[0] for group in (None, dist.group.WORLD)]
+    placed = [spread(w, g.device_mesh, *g.placements) for w, g in zip(wholes, grads, strict=True)]
+    return fastamp.nonfinite_parameters(torch.nn.ParameterList(as_parameters(placed)))
