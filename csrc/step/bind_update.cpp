@@ -67,17 +67,12 @@ class Reader {
  public:
   Reader(const Backend& backend, const Update& update, PyObject* states, ReadStep& step,
          Ranges& ranges)
-      : backend_(backend),
-        names_(update.names),
-        is_lean_(update.is_lean),
-        states_(states),
-        step_(step),
-        ranges_(ranges) {}
+      : backend_(backend), update_(update), states_(states), step_(step), ranges_(ranges) {}
 
   /// Adds the parameters of a group that have a gradient. `grads` are those of all groups from
   /// `place` on, or None: each parameter's own.
   void add_group(PyObject* dict, const py::object& grads, Py_ssize_t& place) {
-    group_ = read_group(names_, is_lean_, dict, backend_);
+    group_ = read_group(update_.names, update_.is_lean, dict, backend_);
     step_.list.groups.push_back(group_.options);
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(group_.params); ++i) {
       const auto param =
@@ -109,9 +104,9 @@ class Reader {
     view.row = 1;
     view.group = static_cast<std::uint32_t>(step_.list.groups.size() - 1);
     step_.add({view.grad.data, view.numel, view.grad.format});
-    const bool counts = names_.rule->counts || is_lean_;
+    const bool counts = update_.names.rule->counts || update_.is_lean;
     if (group_.num_states > 0 || counts) state_ = state_of(param.ptr());
-    if (is_lean_) read_weights(view);
+    if (update_.is_lean) read_weights(view);
     for (int s = 0; s < group_.num_states; ++s) {
       view.states[s] = read_state(s, view);
       if (is_coded(view.states[s].format) != view.has_codes() ||
@@ -166,7 +161,7 @@ class Reader {
     PyObject* const tensor = find(state_, names.state);
     Stored stored = group_.formats[s];
     dlpack::Tensor found;
-    if (is_lean_ && find(state_, names.codes) != nullptr) {
+    if (update_.is_lean && find(state_, names.codes) != nullptr) {
       if (tensor != nullptr) throw Refusal{text(names.state) + " was set beside its codes"};
       stored.data = read_as(kByte, names.codes, found);
       if (!is_alike(found, layout_)) throw Refusal{text(names.codes) + ": its shape or layout"};
@@ -231,8 +226,7 @@ class Reader {
   }
 
   const Backend& backend_;
-  const RuleNames& names_;
-  bool is_lean_;
+  const Update& update_;
   PyObject* states_;
   Py_ssize_t place_ = 0;  // in `states_`
   ReadStep& step_;

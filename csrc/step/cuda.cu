@@ -5,7 +5,6 @@
 #include <string>
 #include <type_traits>
 
-#include "step/convert.cuh"
 #include "step/device.h"
 #include "step/math.h"
 #include "step/ops.h"

@@ -7,7 +7,7 @@
 
 #include "step/convert.h"
 #include "step/math.h"
-#include "step/update.h"
+#include "step/ops.h"
 #include "support/macros.h"
 
 namespace fastamp {

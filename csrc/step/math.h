@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "step/types.h"
+#include "step/ops.h"
 #include "support/macros.h"
 
 namespace fastamp {

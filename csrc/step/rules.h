@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "step/update.h"
+#include "step/ops.h"
 #include "support/macros.h"
 
 namespace fastamp {

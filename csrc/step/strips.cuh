@@ -4,13 +4,11 @@
 
 #include <cstdint>
 
-#include "step/convert.cuh"
 #include "step/math.h"
+#include "step/vectors.cuh"
 
 namespace fastamp {
 
-constexpr int kWarp = 32;
-constexpr unsigned kWholeWarp = 0xffffffffU;
 constexpr int kVectorBytes = 16;  // of one load or store
 constexpr int kRows = 8;          // vectors that a thread loads before it adds the first
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "step/math.h"
-#include "step/update.h"
+#include "step/ops.h"
 
 namespace fastamp {
 

@@ -15,8 +15,6 @@ namespace fastamp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-constexpr unsigned kWholeWarp = 0xffffffffU;
 
 /// A plain parameter. Its gradient is the last tensor, behind the states.
 template <int kCount>

@@ -1,12 +1,33 @@
-// Parts of tensors in vectors: a thread loads four neighboring elements of each tensor that an
-// update needs, all of them before it uses the first.
+// The device's element types, whose conversions round as the host's do; and parts of tensors in
+// vectors: a thread loads four neighboring elements of each tensor that an update needs, all of
+// them before it uses the first.
 #pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
-#include "step/convert.cuh"
+#include "step/convert.h"
 
 namespace fastamp {
+
+constexpr int kWarp = 32;
+constexpr unsigned kWholeWarp = 0xffffffffU;
+
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+
+__device__ inline void from_float(float x, __nv_bfloat16* out) { *out = __float2bfloat16_rn(x); }
+__device__ inline void from_float(float x, __half* out) { *out = __float2half_rn(x); }
+
+/// The one place that turns a Format into a device type.
+template <typename Fn>
+__device__ auto visit_format(Format format, Fn fn) {
+  if (format == Format::kBFloat16) return fn(__nv_bfloat16{});
+  if (format == Format::kFloat16) return fn(__half{});
+  return fn(float{});
+}
 
 // A thread has four neighboring elements of each tensor in flight, the 16 bytes of a float32
 // vector or 8. Memory that gives 5 TB/s after 0.7 us to 132 multiprocessors needs 27 KB in flight

@@ -1,13 +1,11 @@
 """The norm and the clip in torch's operators, for every device, dtype and layout."""
 
-import operator
 from collections.abc import Sequence
-from itertools import compress
 
 import torch
 from torch import Tensor
 
-from fastamp._ops.private import multiply_, norms_of
+from fastamp._ops.private import norms_of
 from fastamp._ops.types import PLAIN_TYPES, Clip, GradStats, Reduced
 
 # Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
@@ -37,9 +35,9 @@ def reduce(tensors: Sequence[Tensor]) -> Reduced:
     total = torch.zeros((), dtype=wide, device=device)
     plain = [block for t in tensors if type(t) in PLAIN_TYPES for block in _blocks(t)]
     if plain:
-        total = norms_of(plain, total.dtype).square().sum()
+        total = norms_of(plain, wide).square().sum()
     for other in (t for t in tensors if type(t) not in PLAIN_TYPES):  # what it is, its class knows
-        norm = torch.linalg.vector_norm(other, dtype=total.dtype).as_subclass(torch.Tensor)
+        norm = torch.linalg.vector_norm(other, dtype=wide).as_subclass(torch.Tensor)
         total = total + norm.square()
     found_inf = total.isfinite().logical_not()
     is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
@@ -67,9 +65,8 @@ def add_up(parts: Sequence[Reduced]) -> Reduced:
 def finish(read: Reduced, clip: Clip) -> GradStats:
     """Turn a sum into what a step needs: csrc/step/math.h, finish, in torch's operators."""
     total, found_inf, dtype = read
-    scale = clip.scale
-    if scale is None:
-        scale = torch.ones((), dtype=torch.float32, device=total.device)
+    one = torch.ones((), dtype=torch.float32, device=total.device)
+    scale = one if clip.scale is None else clip.scale
     inv_scale = scale.to(total.dtype).reciprocal().to(torch.float32)
     norm = (total.sqrt() * inv_scale.to(total.dtype)).to(dtype)
     clip_coef = torch.ones_like(norm)
@@ -89,18 +86,6 @@ def rescale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply in place; skip a factor of 1 if it is on the CPU, where reading it is cheap."""
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return
-    for is_wide in (False, True):  # the factor is as wide as the tensors
-        if not (of_width := [t for t in tensors if (t.dtype in _WIDE) == is_wide]):
-            continue
-        rounded = factor.to(torch.float64 if is_wide else torch.float32)
-        is_listed = [*map(_is_listed, of_width)]
-        if any(is_listed):
-            multiply_([*compress(of_width, is_listed)], rounded)
-        for other in compress(of_width, map(operator.not_, is_listed)):
-            other.mul_(rounded)
-
-
-def _is_listed(tensor: Tensor) -> bool:
-    """Say whether torch multiplies such tensors in lists."""
-    is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
-    return is_plain and not tensor.is_conj() and not tensor.is_neg()
+    rounded = factor.to(torch.float32)
+    for tensor in tensors:  # by a factor as wide as it is
+        tensor.mul_(factor.to(torch.float64) if tensor.dtype in _WIDE else rounded)

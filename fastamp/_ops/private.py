@@ -68,11 +68,6 @@ def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=dtype))
 
 
-def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors in place by a 0-dim tensor: a launch for many on a GPU."""
-    torch._foreach_mul_(tensors, factor)
-
-
 # Says whether a TorchDispatchMode is on, as allow_mutation_on_saved_tensors or FakeTensorMode: it
 # sees torch's operators only, so torch steps. Without the name modes are not noticed.
 in_dispatch_mode: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)

@@ -7,7 +7,7 @@ same elements. One all-reduce in each process group adds up the sums and the fla
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,13 @@ def hold(
     owners = list(owners)
     if process_group is None and not any(map(is_spread, [*tensors, *owners])):
         return Grads(parts_of(tensors)) if tensors else None
-    with torch.no_grad():
-        if owners:
-            tensors = _aligned(owners)
-            held: list[Any] = [o if o.grad is None else o.grad for o in owners]
-            placed = [each for each in held if is_spread(each)]
-        else:
-            placed = [_summed(each) for each in tensors if is_spread(each)]
+    for owner in owners:
+        if (grad := _placed(owner.grad, owner)) is not owner.grad:
+            owner.grad = grad
+    if owners:
+        tensors = [owner.grad for owner in owners if owner.grad is not None]
+    held = [owner if owner.grad is None else owner.grad for owner in owners]
+    placed: list[Any] = [each for each in held or map(_placed, tensors) if is_spread(each)]
     missing = {id(owner) for owner in owners if owner.grad is None}
     layout_of = cache(partial(_layout, process_group))  # most have the same
     layouts: dict[Layout, list[Tensor]] = {}
@@ -118,29 +118,19 @@ def _refuse_submeshes(meshes: Sequence[Any]) -> None:
         raise ValueError(msg)
 
 
-def _aligned(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Redistribute gradients to their parameters' placements, as optimizers do; return them."""
-    grads = []
-    for parameter in parameters:
-        param, grad = cast(Any, parameter), cast(Any, parameter.grad)
-        if is_spread(param) and is_spread(grad) and grad.placements != param.placements:
-            if grad.device_mesh == param.device_mesh:
-                parameter.grad = grad.redistribute(placements=param.placements)
-            elif grad is not (whole := _summed(grad)):
-                parameter.grad = whole
-        if parameter.grad is not None:
-            grads.append(parameter.grad)
-    return grads
+@torch.no_grad()
+def _placed(grad: Any, owner: Any = None) -> Any:
+    """Return a gradient placed as its owner, as optimizers do, or else with its sums added up."""
+    if not is_spread(grad):
+        return grad
+    places = grad.placements
+    if is_spread(owner) and owner.device_mesh == grad.device_mesh:
+        places = owner.placements
+    elif any(place.is_partial() for place in places):
+        from torch.distributed.tensor import Replicate  # noqa: PLC0415 - takes half a second
 
-
-def _summed(tensor: Any) -> Any:
-    """Return a DTensor with the sums of its partial values."""
-    if not any(place.is_partial() for place in tensor.placements):
-        return tensor
-    from torch.distributed.tensor import Replicate  # noqa: PLC0415 - takes half a second
-
-    summed = [Replicate() if place.is_partial() else place for place in tensor.placements]
-    return tensor.redistribute(placements=summed)
+        places = tuple(Replicate() if place.is_partial() else place for place in places)
+    return grad if places == grad.placements else grad.redistribute(placements=places)
 
 
 def _layout(process_group: "ProcessGroup | None", mesh: Any, placements: tuple[Any, ...]) -> Layout:

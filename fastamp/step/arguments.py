@@ -25,7 +25,7 @@ def as_bound(name: str, value: Any, *, above_zero: bool = False) -> float:
     """Return an argument as a float of at least 0, or above it, or raise an error naming it."""
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         several = hasattr(value, "param_groups")
         got = "an optimizer: several go into a list" if several else f"{value!r:.200}"
         msg = f"{name}: expected a number, got {got}"

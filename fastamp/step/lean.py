@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fastamp import _ops
 from fastamp._ops import formats, is_spread, local_of
 from fastamp.step import native
+from fastamp.step.arguments import as_bound
 
 MOMENTS = ("float32", "bfloat16", "8bit")
 _LEAST_EPS = 1e-12
@@ -238,11 +239,10 @@ def _check_options(group: dict[str, Any]) -> None:
         _require(lr.numel() == 1 and lr >= 0, f"lr: expected one number of at least 0, got {lr}")
     for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
         if name in group and not isinstance(group[name], Tensor if name == "lr" else ()):
-            group[name] = _as_float(name, group[name])
-            _require(group[name] >= 0, f"{name}: expected at least 0, got {group[name]}")
+            group[name] = as_bound(name, group[name])
     if "betas" in group:
-        group["betas"] = betas = tuple(_as_float("betas", beta) for beta in group["betas"])
-        is_valid = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        group["betas"] = betas = tuple(as_bound("betas", beta) for beta in group["betas"])
+        is_valid = len(betas) == 2 and all(beta < 1 for beta in betas)
         _require(is_valid, f"betas: expected two numbers from 0 to below 1, got {betas}")
     refuse(torch.optim.SGD, dampening=group.get("dampening", 0.0))
     is_valid = not group.get("nesterov") or group["momentum"] > 0
@@ -257,14 +257,6 @@ def _check_options(group: dict[str, Any]) -> None:
 def _require(is_valid: object, message: str) -> None:
     if not is_valid:
         raise ValueError(message)
-
-
-def _as_float(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        msg = f"{name}: expected a number, got {value!r}"
-        raise TypeError(msg) from error
 
 
 def _check_parameters(group: dict[str, Any], place: int) -> None:

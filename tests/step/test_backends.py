@@ -69,18 +69,6 @@ def test_a_backend_that_is_not_there_is_refused_with_the_list(name, listed):
     assert f"RuntimeError: FASTAMP_BACKEND='{name}' {why}; available: {listed}" in result.stderr
 
 
-def test_use_only_restores_the_choice():
-    before = fastamp.backends()
-    with _ops.use_only("fallback"):
-        assert fastamp.backends() == ["fallback"]
-    with (
-        pytest.raises(RuntimeError, match="backend='none' is not a backend"),
-        _ops.use_only("none"),
-    ):
-        pass
-    assert fastamp.backends() == before
-
-
 @pytest.fixture
 def chosen_anew(monkeypatch):
     """Forget the choice, before and after."""
@@ -202,12 +190,8 @@ def test_a_pure_python_install_says_what_was_missing(chosen_anew, monkeypatch, d
 
 
 @needs_core
-@pytest.mark.parametrize("is_pure", [False, True])
-def test_beside_a_gpu_a_build_without_cuda_code_says_so_once(chosen_anew, monkeypatch, is_pure):
-    if is_pure:
-        monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
-    else:
-        monkeypatch.setattr(_ops.core(), "built_with_cuda", False)
+def test_beside_a_gpu_a_build_without_cuda_code_says_so_once(chosen_anew, monkeypatch):
+    monkeypatch.setattr(_ops.core(), "built_with_cuda", False)
     monkeypatch.setattr(choose, "NO_CUDA", "no nvcc that works was found; there was no driver")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

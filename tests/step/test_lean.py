@@ -469,14 +469,14 @@ def test_bytes_of_gpt_2s_layers_are_half(name, nbytes):
         ("AdamW", {"moments": "8bit", "eps": 0.0}, "eps: expected at least 1e-12 with moments='8"),
         ("AdamW", {"amsgrad": True}, "amsgrad=True: fastamp.AdamW does not .* torch.optim.AdamW"),
         ("AdamW", {"differentiable": True}, "differentiable=True"),
-        ("AdamW", {"lr": -1.0}, "lr: expected at least 0, got -1.0"),
+        ("AdamW", {"lr": -1.0}, "lr: expected a number of at least 0, got -1.0"),
         ("AdamW", {"lr": torch.ones(2)}, "lr: expected .*(of one, got 2|at least 0)"),
         ("AdamW", {"betas": (0.9, 1.0)}, "betas: expected two numbers"),
         ("AdamW", {"eps": "x"}, "eps: expected a number, got 'x'"),
         ("AdamW", {"seed": -1}, "seed: expected an integer"),
         ("SGD", {"dampening": 0.5}, "dampening=0.5: fastamp.SGD does not support .* torch.optim"),
         ("SGD", {"nesterov": True}, "nesterov=True: expected a momentum above 0"),
-        ("SGD", {"momentum": -1}, "momentum: expected at least 0, got -1.0"),
+        ("SGD", {"momentum": -1}, "momentum: expected a number of at least 0, got -1"),
     ],
 )
 def test_a_wrong_argument_is_named(name, options, said):

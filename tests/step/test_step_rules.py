@@ -7,12 +7,10 @@ import pytest
 import torch
 from support.bits import bits
 from support.gradients import parameters_with, random
-from support.training import FUSED, OPTIMIZERS, make_scaler, one_step
+from support.training import FUSED, OPTIMIZERS, make_scaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fastamp
-
-AdamW = torch.optim.AdamW
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -113,48 +111,3 @@ def test_a_step_pre_hook_sees_gradients_as_torch_leaves_them(
     if name in FUSED and max_norm is None:  # torch's kernel unscales after the hook
         theirs = theirs / 1024
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_a_hooked_step_still_skips(name, backend, device):
-    parameters = parameters_with(torch.tensor([1.0, math.inf], device=device))
-    before = parameters[0].detach().clone()
-    optimizer = OPTIMIZERS[name](parameters)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    scaler = make_scaler(fastamp.GradScaler, device)
-    one_step(scaler, optimizer, device, max_norm=1.0)
-    assert torch.equal(parameters[0], before)
-    assert scaler.last_step.way.startswith("torch's: ")
-    assert scaler.skipped_steps == 1
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_fused_optimizer_may_load_the_state_of_one_that_was_not(enabled, compiled, device):
-    stepped = []
-    for load in (False, True):
-        parameters = parameters_with(torch.ones(10, device=device))
-        optimizer = AdamW(parameters, lr=0.1, fused=load)
-        if load:
-            optimizer.load_state_dict(AdamW(parameters, lr=0.1).state_dict())
-            assert not optimizer.param_groups[0]["fused"]
-        scaler = fastamp.GradScaler(device, enabled=enabled, init_scale=1.0)
-        one_step(scaler, optimizer, device, max_norm=1.0)
-        assert scaler.last_step.way == ("native" if load else "torch's: fused=False")
-        stepped.append(parameters[0].detach())
-    torch.testing.assert_close(*stepped)
-
-
-@pytest.mark.parametrize("first", ["unscale_", "clip_grad_norm_", "nothing"])
-@pytest.mark.parametrize("max_norm", [1.0, None])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_report_has_the_steps_loss_scale(first, max_norm, name, backend, device):
-    parameters = parameters_with(torch.ones(10, device=device))
-    optimizer = OPTIMIZERS[name](parameters)
-    scaler = fastamp.GradScaler(device, init_scale=3.0)
-    scaler.scale(torch.ones((), device=device))
-    if first != "nothing":
-        getattr(scaler, first)(optimizer, *[2.0] * (first == "clip_grad_norm_"))
-    scaler.step(optimizer, max_norm=max_norm)
-    report = scaler.last_step
-    scaler.update(7.0)
-    assert report.scale.item() == 3.0

@@ -427,25 +427,6 @@ def clip_and_step(what, how, bad):
     return report.norm.item(), expected, report.skipped, scaler.get_scale()
 
 
-def fail_in_a_collective(fused, enabled):
-    """Lose the connection in a step, then make it again; return what was left and the result."""
-    _give_up_soon()
-    values, results, left = random((4, 3), torch.float32, "cpu"), [], []
-    for fails in (False, True):
-        parameters = as_parameters([spread(values, mesh_of(2), Shard(0)), values[0].clone()])
-        optimizer = torch.optim.AdamW(parameters, lr=1.0, fused=fused)
-        scaler = scaler_of(enabled=enabled)
-        if fails:
-            with mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("lost")):
-                try:
-                    scaler.step(optimizer, max_norm=1.0)
-                except RuntimeError as error:
-                    left += [str(error), parameters[0]._local_tensor.grad]
-        scaler.step(optimizer, max_norm=1.0)
-        results.append([whole(p) for p in parameters])
-    return left, *results
-
-
 # --- names of bad values ---
 
 
