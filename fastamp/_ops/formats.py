@@ -154,11 +154,9 @@ class State(NamedTuple):
     """A state of a rule, and how it is stored in 16 or 8 bits; see csrc/step/rules.h."""
 
     name: str
-    option: str = ""
-    """The option that it depends on."""
+    option: str = ""  # that it depends on
     has_sign: bool = True
-    is_random: bool = True
-    """Whether it is rounded randomly, rather than to the nearest."""
+    is_random: bool = True  # whether it is rounded randomly, rather than to the nearest
 
     @property
     def codes(self) -> str:

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 class Layout(NamedTuple):
     """How the sum of squares of this rank's parts counts among those of other ranks."""
 
-    groups: tuple[Any, ...]
-    """The user's process group, or those of the mesh: one after the other they cover it."""
-    replicas: int = 1
-    """How many ranks hold the same elements."""
+    groups: tuple[Any, ...]  # the user's, or the mesh's, which cover it one after the other
+    replicas: int = 1  # how many ranks hold the same elements
 
 
 def hold(

@@ -64,26 +64,22 @@ class GradStats:
 class Clip(NamedTuple):
     """How gradients are to be unscaled and clipped; tensors are 0-dim float32, on their device."""
 
-    scale: Tensor | None = None
-    """Loss scale; None is 1."""
-    max_norm: float | None = None
-    """Largest norm of the unscaled gradients; None does not clip."""
-    only_finite: bool = True
-    """Leave the clip out where a gradient is not finite, so that inf does not become NaN."""
-    before: Tensor | None = None
-    """A found_inf of an earlier read, which still counts."""
-    skipped: Tensor | None = None
-    """Counter to add found_inf to."""
+    scale: Tensor | None = None  # None is 1
+    max_norm: float | None = None  # of the unscaled gradients; None does not clip
+    only_finite: bool = True  # does not clip what is not finite: inf would become NaN
+    before: Tensor | None = None  # a found_inf of an earlier read, which still counts
+    skipped: Tensor | None = None  # a counter to add found_inf to
 
 
 class Why(NamedTuple):
-    """Why a step is not made in one call of the core. What follows depends on the kind alone."""
+    """Why a step is not made in one call of the core. What follows depends on the kind alone.
+
+    Torch makes the step; fastamp measures, then updates; the state has to be made first; or there
+    is nothing to do. The text is for people.
+    """
 
     kind: Literal["torch", "halves", "no state", "no gradient"]
-    """Torch makes the step; fastamp measures, then updates; the state has to be made first; or
-    there is nothing to do."""
     text: str
-    """For people."""
 
 
 NO_STATE = Why("no state", "no state")
@@ -95,8 +91,7 @@ class Entry(NamedTuple):
 
     group: dict[str, Any]
     param: Tensor
-    whole: Any
-    """The parameter again or, where that is a shard, the DTensor."""
+    whole: Any  # the parameter again or, where that is a shard, the DTensor
     grad: Tensor
     state: dict[str, Any]
 
@@ -118,12 +113,9 @@ def entries_of(
 class Reduced(NamedTuple):
     """The result of one read of a part of the gradients, to be added to the other parts'."""
 
-    total: Tensor
-    """0-dim: the sum of squares, in float64 where the device has it."""
-    found_inf: Tensor
-    """1.0 where any element is inf or NaN, else 0.0."""
-    dtype: torch.dtype
-    """Of the norm: float64 where a gradient has 64 bits, else float32."""
+    total: Tensor  # 0-dim: the sum of squares, in float64 where the device has it
+    found_inf: Tensor  # 1.0 where any element is inf or NaN, else 0.0
+    dtype: torch.dtype  # of the norm: float64 where a gradient has 64 bits, else float32
 
 
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
@@ -138,10 +130,7 @@ def is_spread(tensor: Any) -> bool:
 
 def local_of(tensor: Any) -> Tensor:
     """Return the part of a tensor that this rank holds: of a DTensor its local shard."""
-    if type(tensor) in PLAIN_TYPES:
-        return tensor  # type: ignore[no-any-return]
-    local: Any = local_tensor(tensor)
-    if type(local) in PLAIN_TYPES or not hasattr(local, "wait"):
-        return local  # type: ignore[no-any-return]
-    waited: Tensor = local.wait()  # a collective may still write it
-    return waited
+    local: Any = tensor if type(tensor) in PLAIN_TYPES else local_tensor(tensor)
+    if type(local) not in PLAIN_TYPES and hasattr(local, "wait"):
+        local = local.wait()  # a collective may still write it
+    return local  # type: ignore[no-any-return]

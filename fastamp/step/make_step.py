@@ -54,18 +54,10 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
 ) -> tuple[StepReport, list[Any]]:
     """Unscale, check, clip and step, unless a gradient is not finite, now or in an earlier read.
 
-    Without a scale and a bound in `clip` the gradients are not read.
-
-    Args:
-        optimizers: step together, clipped to one norm.
-        clip: how; its tensors may lie on any device.
-        states: of torch's scaler, in which is noted what was done.
-        group: ranks that hold other gradients.
-        known: the statistics of an earlier read, whose found_inf still counts.
-        counts: where skipped steps are counted.
-        zero_grad: set the gradients to None afterwards.
-        args: of the optimizers' `step`, as are `kwargs`.
-        kwargs: see `args`.
+    Without a scale and a bound in `clip`, whose tensors may lie on any device, the gradients are
+    not read. `states` are those of torch's scaler, which note what was done; `group` has ranks with
+    other gradients; `known` are the statistics of an earlier read, whose found_inf still counts;
+    `counts` counts skipped steps; `args` and `kwargs` are of the optimizers' `step`.
 
     Returns:
         The report, and what each optimizer's `step` returned, None where it was not called.

@@ -17,11 +17,9 @@ from fastamp import _ops
 from fastamp._ops import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
 
 RULE = "Muon"
-MODULE = "torch.optim._muon"
-"""Where the class is; its `__module__` says torch.optim."""
+MODULE = "torch.optim._muon"  # where the class is; its `__module__` says torch.optim
 STATE = "momentum_buffer"
-STATES = ((STATE, ""),), False, "zeros of the gradient"
-"""As the core declares those of other rules: names, whether steps are counted, how they begin."""
+STATES = ((STATE, ""),), False, "zeros of the gradient"  # as `rules` of the core
 OPTIONS = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}
 OPTIONS |= {"adjust_lr_fn", "differentiable"}  # the last one is False: a loaded optimizer has it
 
@@ -35,10 +33,8 @@ class Stack(NamedTuple):
     """Matrices of one group and one shape; all ranks that share them have the same stacks."""
 
     matrices: list[Entry]
-    ranks: Any
-    """The process group that they are sharded over; None if each rank has all of them."""
-    first: int
-    """How many matrices of these ranks are before this stack: ranks multiply them in turn."""
+    ranks: Any  # the process group that they are sharded over; None if each rank has all of them
+    first: int  # how many matrices of these ranks are before: ranks multiply them in turn
 
 
 class MuonBackend:

@@ -42,12 +42,9 @@ class Known(NamedTuple):
     """What is remembered of an optimizer between its steps."""
 
     rule: str
-    update: Any
-    """The core's; None for Muon."""
-    unknown: str
-    """Its options that fastamp does not know, as those of a newer torch."""
-    is_flat: bool
-    """Whether FSDP1 has flattened a parameter."""
+    update: Any  # the core's; None for Muon
+    unknown: str  # its options that fastamp does not know, as those of a newer torch
+    is_flat: bool  # whether FSDP1 has flattened a parameter
 
 
 _known: "WeakKeyDictionary[Optimizer, Known]" = WeakKeyDictionary()
@@ -100,17 +97,17 @@ def _in_operators(optimizer: Any, device: torch.device) -> _ops.TorchBackend:
     return _ops.TorchBackend(device, optimizer.rule)
 
 
-def _know(optimizer: Optimizer, rule: str) -> Known:
-    core = _ops.core()
-    update: Any = None
-    options: Any = muon.OPTIONS
-    if core is not None and rule == OWN:
-        update, options = core.Update(cast(Any, optimizer).rule, True), optimizer.defaults.keys()
-    elif core is not None and rule != muon.RULE:
-        update, options = core.Update(rule), _COMMON.union(core.rules[rule][3])
-    unknown = () if core is None else sorted(optimizer.defaults.keys() - options)
+def _know(optimizer: Any, rule: str) -> Known:
+    core, options = _ops.core(), optimizer.defaults.keys()
+    update, known = None, options
+    if rule == muon.RULE:
+        known = muon.OPTIONS
+    elif core is not None and rule == OWN:
+        update = core.Update(optimizer.rule, True)
+    elif core is not None:
+        update, known = core.Update(rule), _COMMON.union(core.rules[rule][3])
     is_flat = any(map(is_fsdp1s, parameters_of([optimizer])))
-    return Known(rule, update, ", ".join(unknown), is_flat)
+    return Known(rule, update, ", ".join(sorted(options - known)), is_flat)
 
 
 def is_fsdp1s(parameter: Tensor) -> bool:
@@ -185,22 +182,20 @@ def _name(why: Why, optimizer: Optimizer, backend: Any, update: Any) -> Why:
 
 
 def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
-    for is_again in (False, True):
+    step: Any = NO_STATE
+    for makes_state in (False, True):
+        if makes_state and (reason := make_state(optimizer)):
+            return Why("torch", reason)
         shards = shards_of(optimizer)
         if isinstance(shards, str):
             return Why("torch", shards)
-        if shards is None:
-            step = backend.read(update, optimizer.param_groups, optimizer.state, None)
-        else:
-            step = backend.read(update, shards.groups, shards.states, shards.grads)
-        why = Why(*step) if type(step) is tuple else step
-        if not isinstance(why, Why):
+        given = (optimizer.param_groups, optimizer.state, None) if shards is None else shards[:3]
+        step = backend.read(update, *given)
+        if not isinstance(step, tuple):
             return NativeStep(optimizer, backend, update, step, shards)
-        if why.kind != "no state" or is_again:
-            return why
-        if reason := make_state(optimizer):
-            return Why("torch", reason)
-    return NO_STATE
+        if step[0] != "no state":
+            break
+    return Why(*step)
 
 
 @torch.no_grad()
@@ -276,9 +271,7 @@ def _inside(step: Any, module: str) -> Any:
 
 def _is_schedulers(step: Any, of_class: Any) -> bool:
     """Say whether a `step` on the instance is the class's, or torch's schedulers' around it."""
-    if getattr(step, "__func__", None) is of_class:
-        return True
-    return (
+    return getattr(step, "__func__", None) is of_class or (
         inspect.isfunction(step)
         and step.__globals__.get("__name__") == "torch.optim.lr_scheduler"
         and getattr(step, "__wrapped__", None) is of_class

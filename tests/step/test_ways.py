@@ -1,7 +1,6 @@
 """Which optimizers fastamp steps itself, who learns of it, and who gets torch's own step."""
 
 import math
-import warnings
 from unittest import mock
 
 import pytest
@@ -111,15 +110,6 @@ def test_a_mock_in_place_of_step_sees_one_call_and_nothing_else(on_class, autosp
     )
     assert report.way == f"torch's: {patched}"
     assert step.call_count == 1
-
-
-def test_a_scheduler_learns_of_the_step(compiled):
-    _, optimizer = given("adamw")
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert fastamp.optimizer_step(optimizer, max_norm=1.0).way == "native"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler.step()
 
 
 def test_dense_layouts_are_updated_as_they_lie(compiled, device):
