@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastamp._ops.fallback import add_up
 from fastamp._ops.grads import Grads, Part, parts_of
 from fastamp._ops.types import Reduced, is_spread, local_of
 
@@ -87,22 +88,19 @@ def replicated(value: Tensor, like: Iterable[Tensor]) -> Tensor:
 def _reduce(layouts: Sequence[Layout], meshes: Sequence[Any], parts: Sequence[Part]) -> Reduced:
     """Read this rank's parts, then add up over all ranks; the result is the same on each."""
     _refuse_submeshes(meshes)
-    reduced = [part.reduce() for part in parts]
-    like = reduced[0].total
-    found_inf = torch.stack([part.found_inf.to(like) for part in reduced]).amax()
-    sums: dict[Any, Tensor] = {}
-    for layout, part in zip(layouts, reduced, strict=True):
-        before = sums.get(layout.groups, 0.0)
-        sums[layout.groups] = before + part.total.to(like) / layout.replicas
-    totals = []
-    for groups, total in sums.items():
-        packed = torch.stack([found_inf, total])
+    reads: dict[Any, list[Reduced]] = {}
+    for layout, part in zip(layouts, parts, strict=True):
+        read = part.reduce()
+        share = read._replace(total=read.total / layout.replicas)
+        reads.setdefault(layout.groups, []).append(share)
+    sums = []
+    for groups, shares in reads.items():
+        total, found_inf, dtype = add_up(shares)
+        packed = torch.stack([total, found_inf.to(total)])
         for group in groups:
             packed = _all_reduce(packed, group)
-        found_inf = packed[0]
-        totals.append(packed[1])
-    dtype = max((part.dtype for part in reduced), key=lambda dtype: dtype.itemsize)
-    return Reduced(torch.stack(totals).sum(), found_inf.clamp(max=1.0).to(torch.float32), dtype)
+        sums.append(Reduced(packed[0], packed[1].clamp(max=1.0).to(torch.float32), dtype))
+    return add_up(sums)
 
 
 def _refuse_submeshes(meshes: Sequence[Any]) -> None:

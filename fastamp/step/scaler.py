@@ -294,7 +294,8 @@ class GradScaler(torch.amp.GradScaler):
         if max_norm is not None and closure is not None:
             msg = f"{max_norm=} cannot clip gradients that a closure recomputes inside the step"
             raise RuntimeError(msg)
-        return ((), {}) if args == (None,) or kwargs == {"closure": None} else (args, kwargs)
+        is_none = (args, kwargs) in [((None,), {}), ((), {"closure": None})]
+        return ((), {}) if is_none else (args, kwargs)
 
     def _states_of(self, optimizers: list[Optimizer], caller: str = "step") -> list[dict[str, Any]]:
         """Return the optimizers' states in this iteration.
