@@ -188,7 +188,7 @@ def test_stages_of_a_pipeline_share_one_norm_and_one_verdict(four, bad_rank):
 def test_a_process_group_counts_nothing_of_a_mesh_twice_and_has_all_ranks_of_it(four):
     norm, expected, count, said = same(four.run(4, shard_cases.group_over_mesh))
     assert (norm, count) == (expected, 1)
-    assert said.startswith("process_group: expected one with all ranks of the gradients' mesh, [0,")
+    assert said == "process_group: expected one with all ranks of the gradients' mesh"
 
 
 def test_experts_on_meshes_of_their_own_are_refused_without_a_process_group(four):

@@ -66,7 +66,8 @@ def in_backend(name, layout, options, room=muon.CPU_STACK):
 def counted(count):
     """Step three times; return the matrices of each stack, and the collectives of objects."""
     stacks, place = [], placed("rows")
-    parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(count)]
+    shapes = [(8, 4 + i // 3) for i in range(count)]  # stacks of three
+    parameters = [torch.nn.Parameter(place(torch.ones(shape))) for shape in shapes]
     optimizer = torch.optim.Muon(parameters)
     gather = dist.all_gather_object
     with (
@@ -74,8 +75,8 @@ def counted(count):
         mock.patch.object(dist, "all_gather_object", side_effect=gather) as gathers,
     ):
         for _ in range(3):
-            for p in parameters:
-                p.grad = place(torch.ones(8, 4))
+            for p, shape in zip(parameters, shapes, strict=True):
+                p.grad = place(torch.ones(shape))
             fastamp.optimizer_step(optimizer, zero_grad=True)
     return stacks, gathers.call_count
 

@@ -343,10 +343,13 @@ def group_over_mesh():
     optimizer = torch.optim.AdamW(as_parameters(grads), fused=True)
     with CommDebugMode() as counted:
         report = fastamp.optimizer_step(optimizer, 1.0, process_group=dist.group.WORLD)
+    mesh = mesh_of(2, 2)
+    (parameter,) = as_parameters([spread(torch.ones(4), mesh["inner"], Shard(0))])
     try:
-        fastamp.optimizer_step(optimizer, 1.0, process_group=mesh_of(2, 2).get_group("inner"))
+        sgd = torch.optim.SGD([parameter])
+        fastamp.optimizer_step(sgd, 1.0, process_group=mesh.get_group("outer"))
     except ValueError as error:
-        said = str(error)
+        said = str(error).partition(", [")[0]
     return report.norm.item(), norm, counted.get_total_counts(), said
 
 
