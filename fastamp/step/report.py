@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastamp import _ops
@@ -38,8 +39,15 @@ class StepReport(GradStats):
         return f"StepReport({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
-class NonFinite(NamedTuple):
-    """One gradient with values that are not finite.
+class _Counts(NamedTuple):
+    name: str
+    n_nan: int
+    n_inf: int
+    first_index: int
+
+
+class NonFinite(_Counts):
+    """One gradient with values that are not finite: name, n_nan, n_inf, first_index.
 
     `first_index` is an index of the flattened gradient, of a DTensor of this rank's shard; for one
     index per dimension, use torch.unravel_index.
@@ -50,10 +58,11 @@ class NonFinite(NamedTuple):
         (tensor(1), tensor(1))
     """
 
-    name: str
-    n_nan: int
-    n_inf: int
-    first_index: int
+    rank: int | None = None
+    """The rank that holds these values; None without torch.distributed."""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, rank={self.rank})"
 
 
 def nonfinite_parameters(module: torch.nn.Module) -> list[NonFinite]:
@@ -67,7 +76,7 @@ def nonfinite_parameters(module: torch.nn.Module) -> list[NonFinite]:
 
     Returns:
         One entry for each such parameter: the name, the number of NaN, the number of inf, and the
-        index of the first of either.
+        index of the first of either. `rank` is this rank.
 
     Raises:
         TypeError: `module` is not a module.
@@ -76,7 +85,7 @@ def nonfinite_parameters(module: torch.nn.Module) -> list[NonFinite]:
         >>> model = torch.nn.Linear(2, 1)
         >>> model(torch.tensor([[1.0, torch.inf]])).backward()
         >>> fastamp.nonfinite_parameters(model)
-        [NonFinite(name='weight', n_nan=0, n_inf=1, first_index=1)]
+        [NonFinite(name='weight', n_nan=0, n_inf=1, first_index=1, rank=None)]
     """
     if not hasattr(module, "named_parameters"):
         msg = f"module: expected a torch.nn.Module, got {type(module).__name__}"
@@ -84,11 +93,14 @@ def nonfinite_parameters(module: torch.nn.Module) -> list[NonFinite]:
     named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
     finite = [_values_of(_ops.local_of(grad)).isfinite().all() for _, grad in named]
     read = torch.stack([each.to(finite[0].device) for each in finite]).tolist() if finite else []
-    return [
+    entries = [
         _count_nonfinite(name, _ops.local_of(grad))
         for (name, grad), is_finite in zip(named, read, strict=True)
         if not is_finite
     ]
+    for entry in entries if dist.is_available() and dist.is_initialized() else ():
+        entry.rank = dist.get_rank()
+    return entries
 
 
 def _values_of(grad: Tensor) -> Tensor:

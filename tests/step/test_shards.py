@@ -266,4 +266,6 @@ def test_a_rank_without_a_gradient_leaves_no_other_waiting(four, what, how, bad)
 def test_bad_values_are_named_by_the_rank_that_holds_them(four):
     # 3 elements on ranks 0 to 2, 64 rows on 4 ranks
     of_first, of_third = ("4", 0, 1, 1 * 130 + 100), ("4", 0, 1, 8 * 130 + 3)
-    assert four.run(4, shard_cases.bad_names) == [[], [of_first], [("1", 1, 0, 0), of_third], []]
+    named = four.run(4, shard_cases.bad_names)
+    assert named == [[], [of_first], [("1", 1, 0, 0), of_third], []]
+    assert [[each.rank for each in its] for its in named] == [[], [1], [2, 2], []]
