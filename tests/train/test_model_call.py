@@ -202,29 +202,6 @@ def test_an_output_without_a_loss_is_refused(output, target, error, message):
         ModelCall().loss(output, target)
 
 
-def test_a_subclass_calls_the_model_and_computes_the_loss():
-    """A model that takes the targets, too, and returns (logits, loss)."""
-
-    class Pairs(ModelCall):
-        def split(self, batch):
-            return tuple(batch), batch[1]
-
-        def loss(self, output, target):
-            return output[1]
-
-    def call(x, y):
-        logits = linear(x)
-        return logits, functional.cross_entropy(logits, y)
-
-    model = torch.nn.Module()
-    linear = model.linear = torch.nn.Linear(8, 2)
-    model.forward = call
-    config = TrainConfig(model_call=Pairs(), lr=0.1)
-    result = fine_tune(model, make_data(), make_data(20), config)
-    assert result.train_loss.values[-1] < 0.7 * result.train_loss.values[0]
-    assert result.val_loss.values[-1] < result.val_loss.values[0]
-
-
 class Whole(ModelCall):
     def __call__(self, model, batch):
         return model(batch[0]).sum()
