@@ -219,9 +219,6 @@ class Checkpointer:
         handlers at the end. In any thread but the main one it does nothing. Over ranks all have to
         call this; a signal to one is then a signal to all, within 10 steps.
 
-        Signal this process alone: a signal to its whole group may end a loader's worker processes,
-        and torch's error about them the loop. Worker threads are not affected.
-
         Args:
             numbers: the signals to defer, as SIGTERM and SIGUSR1 of the module `signal`; none are
                 SIGTERM and SIGINT. SLURM's --signal sends SIGUSR1, a closed terminal SIGHUP. After

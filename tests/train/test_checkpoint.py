@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support import trainable as training
-from support.streams import NoisyStream, StatefulLoader, Stream
+from support.streams import NoisyStream, StatefulLoader
 from support.trainable import (
     CrashError,
     act_at,
@@ -36,11 +36,7 @@ DATA = {
     "tensors": make_data,
     "dataset": lambda: DATASET,
     "loader of fastamp": lambda: fastamp.DataLoader(DATASET, 8, shuffle=True),
-    "iterable dataset": lambda: Stream([*zip(*make_data(), strict=True)]),
-    "iterable dataset that draws": lambda: NoisyStream([*zip(*make_data(), strict=True)]),
-    "loader of a stream": lambda: fastamp.DataLoader(
-        NoisyStream([*zip(*make_data(), strict=True)]), 8
-    ),
+    "stream that draws": lambda: NoisyStream([*zip(*make_data(), strict=True)]),
     "loader of another library": lambda: StatefulLoader([*DataLoader(DATASET, 8)]),
     "list of samples": lambda: list(DATASET),
 }

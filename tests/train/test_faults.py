@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from support.fault_trials import FILES, GROUPS, PRELOADED, SUBJECTS, Trials
+from support.fault_trials import FILES, GROUPS, PRELOADED, Trials
 from support.faults import Fault, Server
 
 WANTED = {"loops": 4}  # that strike, else 2; `nox -s faults` wants hundreds
@@ -32,14 +32,6 @@ def trials(server):
 @pytest.mark.parametrize("group", GROUPS)
 def test_nothing_is_lost_that_was_reported_as_saved(group, trials):
     assert trials.run_until(group, WANTED.get(group, 2)) == []
-
-
-def test_a_checkpoint_that_cannot_be_removed_is_told_as_the_folders_error(server, tmp_path):
-    n_calls = SUBJECTS["fine_tune"].run(server, tmp_path / "peace", Fault()).calls_of(0)
-    for at in range(n_calls - 5, n_calls + 1):
-        fault = Fault("fail", at=at, number=5)
-        ran = SUBJECTS["fine_tune"].run(server, tmp_path / str(at), fault)
-        assert ran.codes == [0] or f"OSError: [Errno 5] {tmp_path / str(at)}: " in ran.err
 
 
 def test_a_program_that_does_not_sync_is_found_out(server, tmp_path):
