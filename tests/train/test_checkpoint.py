@@ -283,7 +283,6 @@ DAMAGE = {
     "is damaged": cut_short,
     "the sum of .* is wrong": flip_a_bit,
     "is damaged: File is not": lambda path: path.write_text("text"),
-    "holds an object of .*CrashError": lambda path: torch.save(CrashError(), path),
     "holds an object of .*mkdir": hostile,
 }
 

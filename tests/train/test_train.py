@@ -26,10 +26,6 @@ from fastamp.train.batches import Batches
 # Each choice with and without validation data, but not all pairs.
 
 
-def in_one_batch(x, y):
-    return DataLoader(TensorDataset(x, y), len(x))
-
-
 def test_a_small_gpt_learns_the_interpreters_sources():
     """In nats for a byte: 5.5 is knowing nothing, 3.3 knowing how frequent each byte is."""
     corpus = read_library()
@@ -69,7 +65,7 @@ def test_a_step_makes_few_calls_of_python():
     assert len(names) <= 20 * 114
 
 
-def digits(device="cpu"):
+def digits():
     datasets = pytest.importorskip("sklearn.datasets")
     x, y = datasets.load_digits(return_X_y=True)
     x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
@@ -108,7 +104,8 @@ def test_it_is_the_loop_that_one_would_write(backend, device):
     ours = classifier()
     options = {"lr": 2e-3, "weight_decay": 0.1, "max_norm": 0.5, "warmup_steps": 5, "seed": 7}
     config = TrainConfig(epochs=3, batch_size=64, precision="bf16-mixed", device=device, **options)
-    result = fine_tune(ours, (x, y), in_one_batch(val_x, val_y), config)
+    held_out = DataLoader(TensorDataset(val_x, val_y), len(val_x))
+    result = fine_tune(ours, (x, y), held_out, config)
     assert result.train_loss.values.tolist() == losses
     with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
         output = model(val_x.to(device)).float()
