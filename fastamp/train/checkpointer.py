@@ -99,8 +99,6 @@ class Checkpointer:
         best: str | None = None,
         **parts: Any,
     ) -> None:
-        is_path = "://" not in os.fspath(folder)
-        _expect("folder", folder, "a path of a mounted file system", fine=is_path)
         as_integer("keep", keep, least=1, optional=False)
         _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
         # The scheduler comes before the optimizer, whose state has the rate.

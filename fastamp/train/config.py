@@ -96,8 +96,8 @@ class TrainConfig:
     """Of the optimizer."""
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw" or "adam", fused where torch supports it, "sgd" or "adagrad"; or a callable that
-    makes an optimizer of the list of the parameters that require a gradient, and ignores `lr` and
-    `weight_decay`. A run resumes only at the rates that it began with."""
+    makes an optimizer of the list of the parameters that require a gradient, those of the loss
+    last, and ignores `lr` and `weight_decay`. A run resumes only at its first rates."""
     schedule: str = "cosine"
     """Of the learning rate: "cosine" or "linear", which end at 0, or "constant". Skipped steps do
     not count."""
@@ -148,7 +148,8 @@ class TrainConfig:
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False
     """Writes a checkpoint at each new best `metric`, and keeps the best one with the newest. At the
-    end the model has the best weights. Needs `checkpoint_dir`."""
+    end the model has the best weights. Without `checkpoint_dir` a copy of them stays in the host's
+    memory."""
     resume: bool = True
     """Resumes from the newest checkpoint; a run that has finished is a ValueError, unless
     `max_steps` or `epochs` is larger now. With False a folder that has checkpoints is a
@@ -160,9 +161,9 @@ class TrainConfig:
     """Receives every scalar: "train/loss", "train/lr", "val/loss", and those of a scaler that it
     watches. Steps count from 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
-    """The loss of predictions and target, see `ModelCall.loss`. A module moves to the device; one
-    with parameters, as ArcFace, is a ValueError: train a model that holds it and returns its
-    loss."""
+    """The loss of predictions and target, see `ModelCall.loss`. If it is a module with parameters,
+    as ArcFace or learned weights of tasks, they are trained by the optimizer, and are in the
+    checkpoints. Over ranks this is a ValueError: put it into the model."""
     model_call: ModelCall | None = None
     """How to call the model and compute its loss, in place of `loss_fn`."""
 
@@ -178,8 +179,6 @@ class TrainConfig:
             object.__setattr__(self, name, float(value) if name in _NUMBERS and value else value)
         if self.loss_fn is not None and self.model_call is not None:
             _refuse("loss_fn", "None beside a model_call, which has its own", self.loss_fn)
-        if self.keep_best and self.checkpoint_dir is None:
-            _refuse("keep_best", "False without a checkpoint_dir, which holds the best", value=True)
 
     @property
     def compares(self) -> bool:

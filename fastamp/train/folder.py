@@ -22,6 +22,9 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int) -> None:
+        if "://" in os.fspath(path):
+            msg = f"folder: expected a path of a mounted file system, got {path!r}"
+            raise ValueError(msg)
         self.path = Path(path).expanduser().absolute()
         self._keep = keep
         with self.named("cannot be read"):

@@ -1,9 +1,11 @@
 """The loop of `fine_tune`: what a run consists of; steps, evaluations and checkpoints, in turn."""
 
+import errno
 import logging
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -20,6 +22,7 @@ from fastamp.data import DataLoader
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Logged
 from fastamp.step import GradScaler
+from fastamp.step.shards import is_spread
 from fastamp.timer import Timer
 from fastamp.train import ranks
 from fastamp.train.batches import Batches
@@ -27,7 +30,7 @@ from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.folder import Folder
 from fastamp.train.model_call import ModelCall
-from fastamp.train.optimizer import Schedule, make_optimizer, place_loss
+from fastamp.train.optimizer import Schedule, find_loss, make_optimizer
 from fastamp.train.progress import Progress
 from fastamp.train.result import CURVES, Curve, TrainResult
 
@@ -62,10 +65,10 @@ class Loop:
         # In evaluation DDP's own call would exchange buffers.
         self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
         self.model_call = config.model_call or ModelCall(config.loss_fn)
-        place_loss(getattr(self.model_call, "loss_fn", None), model, self.device)
-        self.optimizer = make_optimizer(
-            model, config.optimizer, lr=config.lr, weight_decay=config.weight_decay
-        )
+        loss_fn = getattr(self.model_call, "loss_fn", None)
+        self.loss = find_loss(loss_fn, model, self.device, has_ranks=self.n_ranks > 1)
+        options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+        self.optimizer = make_optimizer(model, config.optimizer, loss=self.loss, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(self.optimizer, partial(config.lr_factor, total=self.total))
         self.timer = Timer(self.device if self.device.type == "cuda" else "cpu")
@@ -73,6 +76,7 @@ class Loop:
         self.progress = Progress(config, self.total)
         self.saved_at: tuple[int, ...] = ()
         self.compared: float | None = None  # the metric of this step, if it is the best so far
+        self.best_weights: Any = None  # on the host, where no checkpoint has them
         self.resumed = ""
         self.checkpointer = None if config.checkpoint_dir is None else self._resume()
         self.tracker.watch(self.scaler, first_step=self.progress.step + 1)
@@ -89,6 +93,10 @@ class Loop:
         if config.compares and self.held_out is None and config.metric == "loss":
             name = "keep_best" if config.keep_best else "patience"
             msg = f"{name}: expected val_data, whose loss says which is best, got None"
+            raise ValueError(msg)
+        is_sharded = any(map(is_spread, self.model.parameters()))
+        if config.keep_best and config.checkpoint_dir is None and is_sharded:
+            msg = "checkpoint_dir: expected a folder, which keep_best needs for shards, got None"
             raise ValueError(msg)
         asked = {"checkpoint_every": config.checkpoint_every}
         asked |= {"eval_every": config.eval_every} if config.keep_best else {}
@@ -118,11 +126,14 @@ class Loop:
             self._run_epochs(advance)
             self._pause(ends=True)
             result = self._make_result(time.perf_counter() - start_s)
-            if self.config.keep_best and self.checkpointer and self.checkpointer.best_path:
+            if self.best_weights is not None:
+                self.evaluated.load_state_dict(self.best_weights)
+            elif self.config.keep_best and self.checkpointer and self.checkpointer.best_path:
                 self.checkpointer.restore(only=("model",), best=True)
         losses = ((name, getattr(result, name).values) for name in ("train_loss", "val_loss"))
         ends = "".join(f", {name} {values[-1]:.4f}" for name, values in losses if len(values))
         if shows:
+            ends += ", ended by patience" * self.progress.lost_patience
             _LOG.warning("fine_tune: %d steps done%s", result.steps, ends)
         return result
 
@@ -161,6 +172,8 @@ class Loop:
         if is_due(config.eval_every) and self.progress.evaluated_at != step:
             self._evaluate()
         if self.checkpointer is not None:
+            if self.checkpointer.has_signal and config.progress:
+                _LOG.warning("fine_tune: ends at step %d for a signal; run again, it resumes", step)
             saves = config.keep_best and self.compared is not None
             saves = saves or is_due(config.checkpoint_every)
             if saves and self.saved_at != self.progress.place:
@@ -228,7 +241,10 @@ class Loop:
             if self.held_out is not None:
                 numbers["loss"] = self._mean_loss(self.held_out)
             if config.evaluate is not None:
-                named = config.evaluate(self.evaluated)
+                named: Any = config.evaluate(self.evaluated)
+                if not isinstance(named, Mapping):
+                    msg = f"evaluate: expected numbers by name, as a dict has them, got {named!r}"
+                    raise TypeError(msg)
                 numbers |= ranks.gather({k: float(v) for k, v in named.items()})[0]
         for name, value in numbers.items():
             self.tracker.log_scalar(f"val/{name}", value, step)
@@ -239,6 +255,12 @@ class Loop:
                 raise ValueError(msg)
             compared = numbers[config.metric]
             self.compared = compared if self.progress.compare(compared) else None
+            if self.compared is not None and config.keep_best and self.checkpointer is None:
+                weights = self.evaluated.state_dict()
+                self.best_weights = {
+                    name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+                    for name, value in weights.items()
+                }
         if config.on_evaluation is not None:
             stops = config.on_evaluation(step, numbers) is True
             self.progress.is_stopped |= ranks.gather(stops)[0]
@@ -284,6 +306,9 @@ class Loop:
         """Return the checkpointer; restore the newest checkpoint, if there is one, and say so."""
         config, place = self.config, self.progress
         folder = Folder(config.checkpoint_dir or "", keep=config.keep)
+        made = next(path for path in (folder.path, *folder.path.parents) if path.exists())
+        if not os.access(made, os.W_OK):
+            raise PermissionError(errno.EACCES, "checkpoint_dir cannot be written to", str(made))
         if not config.resume and (newest := folder.newest()) is not None:
             has = f"{folder.path} has the checkpoint of step {newest}"
             msg = f"resume: expected True, as {has}; another folder starts anew"
@@ -299,6 +324,7 @@ class Loop:
             best=config.mode if config.keep_best else None,
             progress=place,
             tracker=self.tracker,
+            loss_fn=self.loss,
         )
         step = checkpointer.restore()
         if step is None:
@@ -309,8 +335,9 @@ class Loop:
         at = f"step {step} of {self.length}"
         evaluates = self.held_out is not None or config.evaluate is not None
         if place.has_trained and not (evaluates and place.evaluated_at != step):
-            remedy = "more max_steps or epochs continue it, another folder starts anew"
-            msg = f"{folder.path}: nothing is left to train at {at}: {remedy}"
+            more = "a larger patience" if place.lost_patience else "more max_steps or epochs"
+            msg = f"{folder.path}: nothing is left to train at {at}: {more} would continue it, "
+            msg += "another folder starts anew"
             raise ValueError(msg)
         self.resumed = f"{folder.path}: resumed at {at}"
         if self.total != place.former_total:

@@ -22,13 +22,18 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps 
 
 
 def make_optimizer(
-    model: nn.Module, kind: str | Callable[[list[nn.Parameter]], Optimizer], **options: Any
+    model: nn.Module,
+    kind: str | Callable[[list[nn.Parameter]], Optimizer],
+    *,
+    loss: nn.Module | None = None,
+    **options: Any,
 ) -> Optimizer:
-    """Return the optimizer of a model's parameters that require a gradient.
+    """Return the optimizer of what requires a gradient, in the model and in a loss of its own.
 
     A callable gets no options. Adam and AdamW are fused where torch supports that.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    trained = nn.ModuleList([model] if loss is None else [model, loss])
+    parameters = [p for p in trained.parameters() if p.requires_grad]
     if not parameters:
         msg = f"model: {type(model).__name__} has no parameter that requires a gradient"
         raise ValueError(msg)
@@ -43,26 +48,28 @@ def make_optimizer(
     if not isinstance(made, Optimizer):
         msg = f"optimizer: expected a callable that returns an Optimizer, it returned {made!r}"
         raise TypeError(msg)
-    known = {*map(id, model.parameters())}
+    known = {*map(id, trained.parameters())}
     others = [p for group in made.param_groups for p in group["params"] if id(p) not in known]
     if others:
         shape = [*others[0].shape]
-        msg = f"optimizer: expected parameters of the model, got one of shape {shape}"
+        msg = f"optimizer: expected parameters of the model or of loss_fn, got one of shape {shape}"
         raise ValueError(msg)
     return made
 
 
-def place_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> None:
-    """Move a loss that is a module to a device; refuse one that has parameters of its own."""
+def find_loss(
+    loss_fn: Any, model: nn.Module, device: torch.device, *, has_ranks: bool
+) -> nn.Module | None:
+    """Return the loss, on a device, if it is a module with tensors that the model does not hold."""
     loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
-    if not isinstance(loss, nn.Module):
-        return
-    known = {*map(id, model.parameters())}
-    if any(p.requires_grad and id(p) not in known for p in loss.parameters()):
-        has = f"{type(loss).__name__} has parameters, which are not trained"
+    known = {*map(id, model.parameters()), *map(id, model.buffers())}
+    own = [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
+    own = [tensor for tensor in own if id(tensor) not in known]
+    if has_ranks and any(tensor.requires_grad for tensor in own):
+        has = f"{type(loss).__name__} has parameters, which ranks do not share"
         msg = f"loss_fn: {has}: train a model that holds it and returns its loss"
         raise ValueError(msg)
-    loss.to(device)
+    return loss.to(device) if own else None
 
 
 class Schedule:

@@ -39,7 +39,12 @@ class Progress:
         by_length = self.epoch >= config.epochs
         if config.max_steps is not None:
             by_length = self.step >= config.max_steps
-        return by_length or self.is_stopped or self.n_worse >= (config.patience or math.inf)
+        return by_length or self.is_stopped or self.lost_patience
+
+    @property
+    def lost_patience(self) -> bool:
+        """Whether as many evaluations as `patience` says were no better than the best one."""
+        return self.n_worse >= (self._config.patience or math.inf)
 
     def compare(self, value: float) -> bool:
         """Count an evaluation; return whether it is the best one."""

@@ -92,7 +92,7 @@ def test_a_run_says_where_it_resumes_and_a_finished_one_is_refused(
     run(tmp_path, **fields)
     assert caplog.messages == [f"{tmp_path}: resumed at step 4 of 6"]
     problem = "nothing is left to train at step 6 of 6"
-    remedies = "more max_steps or epochs continue it, another folder starts anew"
+    remedies = "more max_steps or epochs would continue it, another folder starts anew"
     with pytest.raises(ValueError, match=f"{tmp_path}: {problem}: {remedies}"):
         run(tmp_path, **fields)
 

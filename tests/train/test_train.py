@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.stream_model import Model
-from support.trainable import make_data, make_model, run
+from support.trainable import CrashError, crash, make_data, make_model, run
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -274,7 +274,6 @@ def test_the_result_is_bounded_and_pickles():
         ),
         ({"loss_fn": 3}, "loss_fn: expected Callable or None, got 3"),
         ({"model_call": ModelCall}, "model_call: expected ModelCall or None, got <class"),
-        ({"keep_best": True}, "keep_best: expected False without a checkpoint_dir, .* got True"),
         ({"lr": 10**400}, "lr: expected a number above 0, got 1000"),
         ({"resume": "no"}, "resume: expected bool, got 'no'"),
         ({"checkpoint_dir": 5}, "checkpoint_dir: expected a path or None, got 5"),
@@ -298,28 +297,55 @@ def test_numpys_numbers_are_pythons():
 
 
 class Weighted(torch.nn.Module):
-    """A loss with a learned factor of each class."""
+    """A loss with a learned factor of each class; it may end a run."""
 
-    def __init__(self):
+    def __init__(self, crash_at=0):
         super().__init__()
-        self.factor = torch.nn.Parameter(torch.ones(2))
+        self.factor, self.calls, self.crash_at = torch.nn.Parameter(torch.ones(2)), 0, crash_at
 
     def forward(self, output, target):
+        self.calls += 1
+        if self.calls == self.crash_at:
+            crash()
         return functional.cross_entropy(self.factor * output, target)
 
 
-def test_a_loss_with_parameters_is_refused_unless_the_model_holds_it():
-    for call in ({"loss_fn": Weighted()}, {"model_call": ModelCall(Weighted().forward)}):
-        with pytest.raises(ValueError, match="loss_fn: Weighted has parameters, which are not"):
-            fine_tune(make_model(), make_data(), config=TrainConfig(max_steps=1, **call))
-    model, loss = make_model(), Weighted()
-    model[0].loss = loss
-    fine_tune(model, make_data(), config=TrainConfig(max_steps=1, loss_fn=loss.forward))
-    assert (loss.factor != 1).any()
+def test_the_parameters_of_a_loss_are_trained_saved_and_resumed(tmp_path):
+    ends, own = [], {"max_steps": 8, "checkpoint_every": 2, "device": "cpu"}
+    for folder, crash_at in ((None, 0), (tmp_path, 6), (tmp_path, 0)):
+        loss, model = Weighted(crash_at), make_model()
+        call = ModelCall(loss) if folder is None else None
+        fields = {**own, "checkpoint_dir": folder, "model_call": call}
+        fields["loss_fn"] = loss.forward if folder else None
+        config = TrainConfig(**fields)
+        if crash_at:
+            with pytest.raises(CrashError):
+                fine_tune(model, make_data(), config=config)
+        else:
+            result = fine_tune(model, make_data(), config=config)
+            ends.append((loss.factor.tolist(), result.train_loss.values.tolist()))
+    assert ends[0] == ends[1]
+    assert ends[0][0] != [1.0, 1.0]
 
 
-def test_the_best_of_no_evaluation_is_refused(tmp_path):
-    config = TrainConfig(keep_best=True, checkpoint_dir=tmp_path)
+def test_a_loss_of_the_models_own_is_trained_once(tmp_path):
+    model = make_model()
+    model[0].loss = Weighted()
+    config = TrainConfig(max_steps=2, loss_fn=model[0].loss.forward, checkpoint_dir=tmp_path)
+    fine_tune(model, make_data(), config=config)
+    assert (model[0].loss.factor != 1).any()
+    assert "loss_fn" not in torch.load(tmp_path / "step-00000002.pt", weights_only=True)
+
+
+def test_parameters_that_no_checkpoint_would_hold_are_refused():
+    loss = Weighted()
+    config = TrainConfig(optimizer=lambda own: torch.optim.SGD([*own, *loss.parameters()], 0.1))
+    with pytest.raises(ValueError, match="optimizer: expected parameters of the model or"):
+        fine_tune(make_model(), make_data(), config=config)
+
+
+def test_the_best_of_no_evaluation_is_refused():
+    config = TrainConfig(keep_best=True)
     with pytest.raises(ValueError, match="keep_best: expected val_data, whose loss says"):
         fine_tune(make_model(), make_data(), config=config)
 
@@ -356,7 +382,7 @@ def test_an_optimizer_of_other_parameters_is_refused(name):
     model = make_model()
     other = copy.deepcopy(model) if name == "a copy" else torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), 0.1)
-    with pytest.raises(ValueError, match="optimizer: expected parameters of the model, got"):
+    with pytest.raises(ValueError, match="optimizer: expected parameters of the model or"):
         run(model=model, optimizer=lambda _: optimizer)
     some = torch.optim.SGD(model[2].parameters(), 0.1)
     before = [p.detach().clone() for p in model.parameters()]
