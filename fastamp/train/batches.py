@@ -17,21 +17,13 @@ from fastamp.data.order import find_samplers
 from fastamp.data.structure import map_tensors
 from fastamp.train import ranks
 from fastamp.train.config import TrainConfig
-from fastamp.train.random_state import rng_state, set_rng_state
 
 
 class Batches:
     """Batches on a device, each with the number of its samples.
 
     A loader with `state_dict` and `load_state_dict`, as fastamp's, resumes within a pass. Any other
-    iterable begins its next pass.
-
-    A Dataset or tensors are divided among the ranks. Without `shuffle`, samples that pad a rank's
-    share do not count.
-
-    Raises:
-        TypeError: `data` is no Dataset, tensors or iterable.
-        ValueError: it has no samples.
+    iterable begins its next pass. Without `shuffle`, samples that pad a rank's share do not count.
     """
 
     def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> None:
@@ -42,10 +34,9 @@ class Batches:
             msg = f"{name}: expected {kinds}, got {type(data).__name__}"
             raise TypeError(msg)
         self._is_moved = self.loader is not data  # ours, which moves them to the device
-        self._share, self._n_own = find_share_of(self.loader), sys.maxsize
-        if self._share is not None and not shuffle:  # without the padding of its share
-            rows = range(self._share.rank, len(self.loader.dataset), self._share.ranks)
-            self._n_own = len(rows)
+        share, self._n_own = find_share_of(self.loader), sys.maxsize
+        if share is not None and not shuffle:  # without the padding of its share
+            self._n_own = len(range(share.rank, len(self.loader.dataset), share.ranks))
         self.has_state = isinstance(self.loader, DataLoader)
         """Whether the loader can resume within a pass."""
         if not self.has_state:
@@ -55,25 +46,23 @@ class Batches:
             self.loader.state_dict()  # which refuses a position that cannot be known
         self.n_consumed = 0
         """Batches of this pass."""
-        self._is_resumed = False
         self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Start a pass, or continue the one of a loaded state."""
-        n_left, n_empty = self._n_own, 0
+        n_left = self._n_own
         # Held, as its end would end the epoch: a run that stops within one may be made longer.
-        self._batches = self._start()
+        self._batches = iter(self.loader)
         for batch in self._batches:
             self.n_consumed += 1
             n = count_samples(batch)
             moved = batch if self._is_moved else map_tensors(self._move, batch)
             if 0 < n_left < n:
                 moved = map_tensors(partial(_first, n_left), moved)
-            n_empty += not n
             n = min(n, n_left)
             n_left -= n
             yield moved, n
-        if self.n_consumed == n_empty:
+        if not self.n_consumed:
             msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
         self.n_consumed, self._batches = 0, iter(())
@@ -100,14 +89,10 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""
         loader = self.loader.state_dict() if self.has_state else None
-        return {"n_consumed": self.n_consumed, "n_ranks": ranks.count(), "loader": loader}
+        return {"n_consumed": self.n_consumed, "loader": loader}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless this kind of data can resume; a loader checks its own state."""
-        n_ranks = state["n_ranks"]
-        if n_ranks != ranks.count() and state["n_consumed"] and self._share is None:
-            msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own: use as many"
-            raise ValueError(msg)
         if (state["loader"] is None) is self.has_state:
             msg = f"{self._name}: expected a loader {'with' if state['loader'] else 'without'} a "
             msg += f"state_dict, as in the checkpoint, got {type(self.loader).__name__}"
@@ -118,30 +103,17 @@ class Batches:
         self.n_consumed = state["n_consumed"]
         if self.has_state:
             self.loader.load_state_dict(state["loader"])
-            if not self.n_consumed:  # torchdata's loader draws here for the pass that has ended
-                self.loader.state_dict()
-        self._is_resumed = self.has_state and self.n_consumed > 0
 
     def _move(self, tensor: Tensor) -> Tensor:
         # On the CPU a batch may be read at once.
         return tensor.to(self._device, non_blocking=self._device.type != "cpu")
 
-    def _start(self) -> Iterator[Any]:
-        """Begin a pass; one that resumes has drawn its random numbers when it began at first."""
-        if not self._is_resumed:
-            return iter(self.loader)
-        self._is_resumed, rng = False, rng_state()
-        batches: Iterator[Any] = iter(self.loader)
-        set_rng_state(rng)
-        return batches
-
 
 def count_samples(batch: Any) -> int:
     """Return how many samples a batch has.
 
-    That is the length of its first column that is a tensor. Where every column is a list, these
-    are columns in turn if all tensors are equally long; else they hold a value for each sample, as
-    images or sequences of a size of their own, or a mapping.
+    That is the length of its first column that is a tensor. Without any it is the length of its
+    first list, which holds a value for each sample, as images or sequences of a size of their own.
     """
     columns = batch if isinstance(batch, (list, tuple)) else [batch]
     if not isinstance(batch, (list, tuple, Tensor)) and isinstance(batch, Mapping):
@@ -149,11 +121,9 @@ def count_samples(batch: Any) -> int:
     for column in columns:
         if isinstance(column, Tensor):
             return column.shape[0] if column.ndim else 1
-    leaves = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, Tensor)]
-    lengths = [leaf.shape[0] if leaf.ndim else 1 for leaf in leaves]
     lists = [column for column in columns if isinstance(column, (list, tuple))]
-    are_samples = len(set(lengths)) > 1 or any(isinstance(x, Mapping) for c in lists for x in c)
-    return len(lists[0]) if lists and are_samples else next(iter(lengths), 1)
+    tensors = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, Tensor) and leaf.ndim]
+    return len(lists[0]) if lists else len(tensors[0]) if tensors else 1
 
 
 def _first(n: int, tensor: Tensor) -> Tensor:

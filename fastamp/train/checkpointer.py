@@ -21,7 +21,7 @@ from fastamp.train.folder import Folder
 from fastamp.train.random_state import rng_state, set_rng_state
 from fastamp.train.signals import DEFERRED, Signals
 from fastamp.train.state_file import CheckpointError, DamagedError, read_file, write_file
-from fastamp.train.states import find_left_out, load_part, to_saved
+from fastamp.train.states import load_part, to_saved
 
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
@@ -35,7 +35,7 @@ class Checkpointer:
 
     A checkpoint is one file, `step-00000123.pt`, that is there whole or not at all, also after a
     kill or a loss of power. It holds the states of all that is given here, and of the random number
-    generators of Python, NumPy, torch and every device.
+    generators of Python, NumPy, torch and CUDA.
 
     If torch.distributed is initialized, every rank makes a Checkpointer and calls the same methods.
     The first rank writes the file: of FSDP2's shards whole tensors, gathered one by one into its
@@ -49,10 +49,8 @@ class Checkpointer:
     Args:
         folder: is made if needed; ~ is the home folder.
         model: may be compiled or in DistributedDataParallel; the keys are those of the module
-            inside. Its state_dict may leave out frozen parameters, as with LoRA: these are not
-            saved, and `restore` leaves them as they are.
-        optimizer: None if nothing is trained. Of one that Accelerate or Fabric has wrapped, the
-            optimizer inside.
+            inside. Its state_dict has all parameters, by their names.
+        optimizer: of one that Accelerate or Fabric has wrapped, the optimizer inside.
         scaler: a `torch.amp.GradScaler`, such as `fastamp.GradScaler`.
         loader: one with a state, such as `fastamp.DataLoader`, so that it resumes after the last
             batch delivered.
@@ -60,15 +58,15 @@ class Checkpointer:
         keep: how many of the newest checkpoints to keep.
         best: "min" or "max" keeps, beside them, the one with the lowest or highest `metric` of
             `save`.
-        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. If
-            it also has `check_state_dict(state)`, this is called before anything is restored, and
+        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. A
+            `check_state_dict(state)` that it also has is called before anything is restored, and
             raises a ValueError for a wrong state.
 
     Raises:
         OSError: the folder cannot be read.
         TypeError: `folder` is no path, or a part has no `state_dict` or `load_state_dict`.
-        ValueError: `keep` or `best` is wrong, `folder` is an address such as s3://, or the name of
-            a part is taken.
+        ValueError: `keep` or `best` is wrong, `folder` is an address such as s3://, the name of a
+            part is taken, or the model's state_dict leaves out a parameter.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -101,8 +99,6 @@ class Checkpointer:
         best: str | None = None,
         **parts: Any,
     ) -> None:
-        is_path = "://" not in os.fspath(folder)
-        _expect("folder", folder, "a path of a mounted file system", fine=is_path)
         as_integer("keep", keep, least=1, optional=False)
         _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
         # The scheduler comes before the optimizer, whose state has the rate.
@@ -112,6 +108,9 @@ class Checkpointer:
         for name, part in parts.items():
             _check_part(name, part)
         self._parts = {name: _unwrapped(part) for name, part in parts.items()}
+        named, state = self._parts["model"].named_parameters(), self._parts["model"].state_dict()
+        left_out = [name for name, _ in named if name not in state]
+        _expect("model", left_out, "no parameter left out of its state_dict", fine=not left_out)
         self._folder = Folder(folder, keep=keep)
         self._newest = ranks.first(self._folder.newest)  # which may be damaged
         self._mode = best
@@ -141,15 +140,13 @@ class Checkpointer:
             step: how many steps are done, at least 0, and no less than before.
             every: steps between checkpoints; then call `save` at the end of every step.
             metric: what `best` compares: a number, waited for if it is on a device. A save without
-                it is never the best. Without `best` it is ignored.
+                it is never the best.
 
         Raises:
-            OSError: the checkpoint cannot be written; the other checkpoints are unchanged. Or
-                another run has saved in the folder. A TimeoutError: another rank has not called it
-                within a minute.
-            CheckpointError: a state holds an object that could not be read back, since it is
-                neither a tensor nor a plain value; or the model's leaves out a parameter that is
-                trained, or a persistent buffer. The other checkpoints are unchanged.
+            OSError: the checkpoint cannot be written, or another run has saved in the folder. A
+                TimeoutError: another rank has not called it within a minute.
+            CheckpointError: a state holds an object that is neither a tensor nor a plain value. As
+                after an OSError, the other checkpoints are unchanged.
             ValueError: the folder has a checkpoint of a later step, which was not restored; or
                 `step` or `every` is too small, or no integer.
         """
@@ -184,8 +181,8 @@ class Checkpointer:
             best: apply the best one; later ones are removed after the next save.
 
         Raises:
-            CheckpointError: it is of other parts, or does not fit: the message names the file and
-                what differs, and nothing has changed. Or all are damaged, or there is no best.
+            CheckpointError: it does not fit: the message names the file and what differs, and
+                nothing has changed. Or all are damaged, or there is no best.
             ValueError: `only` names no part of this Checkpointer, or a part refuses its state.
         """
         known = {*self._parts, "rng"}
@@ -219,10 +216,6 @@ class Checkpointer:
         at most. A second signal acts at once. `with checkpointer.on_signal():` restores the
         handlers at the end. In any thread but the main one it does nothing. Over ranks all have to
         call this; a signal to one is then a signal to all, within 10 steps.
-
-        Signal this process alone. A signal to its whole group may end a loader's worker processes,
-        too: torch's error about them then ends the loop before the next `save`, and the steps since
-        the last checkpoint are lost. Worker threads are not affected.
 
         Args:
             numbers: the signals to defer, as SIGTERM and SIGUSR1 of the module `signal`; none are
@@ -262,12 +255,6 @@ class Checkpointer:
                 best = {"step": step, "metric": number, "mode": self._mode}
         state = {"step": step, "best": best, **describe(self._parts)}
         states = {name: part.state_dict() for name, part in self._parts.items()}
-        if left_out := find_left_out(self._parts["model"], states["model"]):
-            more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-            remedy = "model.state_dict() must have all but frozen parameters (requires_grad=False)"
-            msg = f"nothing is saved: its model leaves out {left_out[0]!r}{more}: {remedy}"
-            msg += " and buffers that are not persistent"
-            raise CheckpointError(msg)
         states["rng"] = rng_state()
         own = {n: to_saved(states.pop(n), keeps=True) for n in _OF_RANK if n in states}
         if ranks.count() > 1:
@@ -329,8 +316,8 @@ class Checkpointer:
         if best and self._mode is not None:
             check_equal({"best": best["mode"]}, {"best": self._mode})
         loader = chosen.get("loader")
-        is_shared = loader is None or find_share_of(loader) is not None
-        if not (as_many or is_shared or hasattr(loader, "check_state_dict")):  # which has decided
+        is_shared = find_share_of(getattr(loader, "loader", loader)) is not None
+        if not (as_many or is_shared or loader is None):
             wanted = "another number of them needs a fastamp.DataLoader with shard=True"
             msg = f"{len(state['ranks'])} ranks wrote it, {wanted}"
             raise ValueError(msg)

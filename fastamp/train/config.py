@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fastamp.metrics import MetricsTracker
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
-from fastamp.train.precision import compute_effective_precision
+from fastamp.train.precision import ALIASES, compute_effective_precision
 
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _NUMBERS = ("lr", "weight_decay", "max_norm")
@@ -33,8 +33,9 @@ def _one_of(names: Collection[str]) -> tuple[str, Callable[[Any], bool]]:
     return f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 < value <= sys.float_info.max
+def _number(expected: str, least: float = sys.float_info.min) -> tuple[str, Callable[[Any], bool]]:
+    is_number = _kind((int, float), expected)[1]
+    return expected, lambda value: is_number(value) and least <= value <= sys.float_info.max
 
 
 # What is expected of a field, and what says whether a value is that.
@@ -44,12 +45,15 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(["seed", "num_workers", "warmup_steps"], _integer(0)),
     **dict.fromkeys(["evaluate", "on_evaluation", "loss_fn"], _kind(Callable)),
     **dict.fromkeys(["use_amp", "keep_best", "resume", "progress"], _kind(bool)),
-    "lr": ("a number above 0", _is_positive),
-    "weight_decay": ("a number of at least 0", lambda value: value == 0 or _is_positive(value)),
-    "max_norm": ("a number above 0 or None", lambda value: value is None or _is_positive(value)),
+    **dict.fromkeys(["lr", "max_norm"], _number("a number above 0")),
+    "weight_decay": _number("a number of at least 0", 0),
     "optimizer": (
         f"a callable or one of {', '.join(OPTIMIZERS)}",
         lambda value: callable(value) or (isinstance(value, str) and value in OPTIMIZERS),
+    ),
+    "precision": (
+        f"a name for one of {', '.join(AUTOCAST)} (a model of 16-bit parameters is in 32-true)",
+        lambda value: ALIASES.get(str(value), str(value)) in AUTOCAST,
     ),
     "schedule": _one_of(SCHEDULES),
     "mode": _one_of(("min", "max")),
@@ -58,6 +62,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tracker": _kind(MetricsTracker),
     "checkpoint_dir": _kind(str | os.PathLike, "a path"),
 }
+_OPTIONAL = {"max_norm"}  # beside the fields whose default is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +87,7 @@ class TrainConfig:
     """Passes over the data."""
     max_steps: int | None = None
     """Steps to train, in place of `epochs`. With more of either, a run that has ended or was
-    interrupted continues: the learning rate follows the longer schedule from there on, and may
-    rise."""
+    interrupted continues: from there on the learning rate follows the longer schedule."""
     batch_size: int = 32
     """Samples in a batch, on every rank; a loader or an iterable has its own."""
     lr: float = 1e-3
@@ -92,9 +96,8 @@ class TrainConfig:
     """Of the optimizer."""
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw" or "adam", fused where torch supports it, "sgd" or "adagrad"; or a callable that
-    makes an optimizer of the list of all parameters that require a gradient, those of the loss
-    last, and ignores `lr` and `weight_decay`. As with `lr`, a run resumes only at the rates that it
-    began with: a CheckpointError names both."""
+    makes an optimizer of the list of the parameters that require a gradient, those of the loss
+    last, and ignores `lr` and `weight_decay`. A run resumes only at its first rates."""
     schedule: str = "cosine"
     """Of the learning rate: "cosine" or "linear", which end at 0, or "constant". Skipped steps do
     not count."""
@@ -109,8 +112,7 @@ class TrainConfig:
     max_norm: float | None = 1.0
     """Largest norm of all gradients together; None does not clip."""
     accumulate: int = 1
-    """Batches in a step, which are in memory together. The last step of an epoch has the remaining
-    ones."""
+    """Batches in a step, which are in memory together. The last step of an epoch has the rest."""
     device: str | torch.device | None = None
     """Where the model moves; None is a GPU if there is one. Under torchrun a GPU without a number
     is the rank's own."""
@@ -134,21 +136,20 @@ class TrainConfig:
     """The run ends after this many evaluations in a row without a better `metric`; NaN is none."""
     on_evaluation: Callable[[int, dict[str, float]], object] | None = None
     """Called after each evaluation with the step and the numbers, "loss" among them if there is
-    `val_data`; if it returns True, the run ends. Waits for the device."""
+    `val_data`; if it returns True, the run ends."""
     log_every: int = 10
     """Steps between flushes to `tracker`, which wait for the device."""
     checkpoint_dir: str | os.PathLike[str] | None = None
     """Folder of this run's checkpoints, with ~ for the home folder; None writes none."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; None writes one after every epoch. One is always written at the
-    end. Of data without a `state_dict`, as torch's DataLoader, a number is a ValueError."""
+    """Steps between checkpoints; None writes one after every epoch, the only way for data without a
+    `state_dict`, as torch's DataLoader. One is always written at the end."""
     keep: int = 3
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False
-    """Writes a checkpoint at each new best `metric`, and keeps the best one with the newest; waits
-    for the device at each evaluation. At the end the model has the best weights. Without
-    `checkpoint_dir` a copy of them stays in the host's memory. Without `val_data`, which the loss
-    needs, it is a ValueError."""
+    """Writes a checkpoint at each new best `metric`, and keeps the best one with the newest. At the
+    end the model has the best weights. Without `checkpoint_dir` a copy of them stays in the host's
+    memory."""
     resume: bool = True
     """Resumes from the newest checkpoint; a run that has finished is a ValueError, unless
     `max_steps` or `epochs` is larger now. With False a folder that has checkpoints is a
@@ -161,8 +162,8 @@ class TrainConfig:
     watches. Steps count from 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
     """The loss of predictions and target, see `ModelCall.loss`. If it is a module with parameters,
-    as ArcFace or learned weights of tasks, they move to the device, are trained by the optimizer,
-    and are in the checkpoints. Over ranks this is a ValueError: put it into the model."""
+    as ArcFace or learned weights of tasks, they are trained by the optimizer, and are in the
+    checkpoints. Over ranks this is a ValueError: put it into the model."""
     model_call: ModelCall | None = None
     """How to call the model and compute its loss, in place of `loss_fn`."""
 
@@ -172,28 +173,12 @@ class TrainConfig:
             name, value = field.name, getattr(self, field.name)
             value = value.item() if isinstance(value, np.generic) else value
             expected, is_valid = _FIELDS.get(name, ("", lambda _: True))
-            if field.default is None:
-                expected += " or None"
-            if not (is_valid(value) or (value is None and field.default is None)):
-                _refuse(name, expected, value)
+            is_optional = field.default is None or name in _OPTIONAL
+            if not (is_valid(value) or (value is None and is_optional)):
+                _refuse(name, expected + " or None" * is_optional, value)
             object.__setattr__(self, name, float(value) if name in _NUMBERS and value else value)
         if self.loss_fn is not None and self.model_call is not None:
             _refuse("loss_fn", "None beside a model_call, which has its own", self.loss_fn)
-        try:
-            device = self.chosen_device
-        except (RuntimeError, TypeError, ValueError):
-            device = torch.device("meta")
-        # CUDA is not touched: workers may fork from this process.
-        n_devices = torch.cuda.device_count() if device.type == "cuda" else 1
-        if device.type == "meta" or (device.index or 0) >= n_devices:
-            _refuse("device", "an available device or None", self.device)
-        try:
-            can_train = self.effective_precision in AUTOCAST
-        except ValueError as error:
-            raise ValueError(str(error).replace("requested", "precision", 1)) from None
-        if not can_train:
-            expected = f"a name for one of {', '.join(AUTOCAST)}; a model of 16-bit parameters"
-            _refuse("precision", f"{expected} is trained in 32-true", self.precision)
 
     @property
     def compares(self) -> bool:

@@ -1,14 +1,10 @@
-"""Checks that a checkpoint fits a run, before anything of it is applied.
-
-Each raises a ValueError that names what differs, and changes nothing.
-"""
+"""Checks that a checkpoint fits a run: each raises a ValueError that names what differs."""
 
 from collections.abc import Collection, Iterable
 from reprlib import repr as short
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 
@@ -37,16 +33,13 @@ def check_equal(saved: dict[str, Any], own: dict[str, Any], may_differ: Iterable
 
 
 def check_model(saved: dict[str, Any], own: dict[str, Any], part: str) -> None:
-    """Check the names of a module's state, and the shapes and dtypes of its tensors.
-
-    A lazy module's parameter takes the checkpoint's shape.
-    """
+    """Check the names of a module's state, and the shapes and dtypes of its tensors."""
     named = {"missing": own.keys() - saved.keys(), "unexpected": saved.keys() - own.keys()}
     problems = [f"{kind} keys: {', '.join(sorted(keys))}" for kind, keys in named.items() if keys]
     if problems:
         msg = f"its {part} is another one: {'; '.join(problems)}"
         raise ValueError(msg)
-    tensors = [k for k, v in own.items() if isinstance(v, Tensor) and not is_lazy(v)]
+    tensors = [k for k, v in own.items() if isinstance(v, Tensor)]
     tensors = [k for k in tensors if not k.endswith("_extra_state")]  # the model's own business
     check_equal(*({k: _format(each[k]) for k in tensors} for each in (saved, own)))
 

@@ -22,6 +22,9 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int) -> None:
+        if "://" in os.fspath(path):
+            msg = f"folder: expected a path of a mounted file system, got {path!r}"
+            raise ValueError(msg)
         self.path = Path(path).expanduser().absolute()
         self._keep = keep
         with self.named("cannot be read"):
@@ -42,11 +45,7 @@ class Folder:
         self._steps = [each for each in self._steps if each <= step]
 
     def begin(self) -> Path:
-        """Return a new name to write a checkpoint under; make the folder if it is missing.
-
-        Raises:
-            OSError: the folder cannot be made, or another run has saved in it.
-        """
+        """Return a new name to write a checkpoint under; make the folder if it is missing."""
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for path in made:
@@ -60,17 +59,13 @@ class Folder:
         """Rename what is written and synced to a step's checkpoint, and remove old checkpoints.
 
         The checkpoint of the step `best` is kept beside the newest ones.
-
-        Raises:
-            OSError: it cannot be renamed, an old one cannot be removed, or another run has saved
-                in the folder.
         """
         self._refuse_others()
         part.replace(self.path_of(step))
         self._own.add(step)
         sync(self.path)
-        self._steps = [*(each for each in self._steps if each != step), step]
-        kept = {*self._steps[-self._keep :], *(each for each in self._steps if each == best)}
+        steps = sorted({*self._steps, step})
+        kept = {*steps[-self._keep :], *(each for each in steps if each == best)}
         self._steps = sorted(kept)
         for old in self._own - kept:
             self.path_of(old).unlink(missing_ok=True)

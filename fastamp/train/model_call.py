@@ -18,7 +18,7 @@ class ModelCall:
 
     `model_call(model, batch)` calls `split`, `forward` and `loss` in turn, and returns the loss;
     subclasses override one of these. `fine_tune` calls the same three, and `count` for the weight
-    of the batch where a step or an evaluation has several.
+    of the batch.
 
     Args:
         loss_fn: `loss_fn(output, target)` returns a 0-dim tensor; `output` is the tensor of
@@ -38,8 +38,6 @@ class ModelCall:
         torch.Size([])
     """
 
-    _is_causal = _takes_targets = False  # of the model whose batch is split
-
     def __init__(self, loss_fn: Callable[[Tensor, Any], Tensor] | None = None) -> None:
         self.loss_fn = loss_fn
 
@@ -49,21 +47,27 @@ class ModelCall:
         return self.loss(self.forward(model, inputs), target)
 
     def split_for(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """Return `split(batch)`, which shifts labels if the model is a causal language model.
+        """Return `split(batch)`, with what depends on the model.
 
-        A model whose `forward` has an argument `targets`, as nanoGPT's, is given them.
+        The "labels" of tokens are shifted by one, so that each token's target is the next label, if
+        the model declares itself a causal language model: the name of its class ends with
+        "ForCausalLM" or "LMHeadModel", as in Transformers, or it has the attribute
+        `loss_type = "ForCausalLM"`. A model whose `forward` has an argument `targets`, as
+        nanoGPT's, is given them.
         """
-        if not isinstance(batch, (tuple, list, Tensor)):
-            self._is_causal = _is_causal(_inside(model))
         inputs, target = self.split(batch)
-        forward, own = type(_inside(model)).forward, (type(self).split, type(self).forward)
-        is_default = own == (ModelCall.split, ModelCall.forward)
-        if not (is_default and _takes(forward, "targets")) or isinstance(inputs, Mapping):
-            return inputs, target
-        self._takes_targets = target is not None
-        names = [*inspect.signature(forward).parameters][1:]
-        columns = inputs if isinstance(inputs, tuple) else (inputs,)
-        return dict(zip(names, columns, strict=False)) | {"targets": target}, target
+        inside = _inside(model)
+        if isinstance(inputs, (tuple, Tensor)):
+            own = type(self).split, type(self).forward
+            is_default = own == (ModelCall.split, ModelCall.forward) and target is not None
+            if is_default and _takes(type(inside).forward, "targets"):
+                names = [*inspect.signature(type(inside).forward).parameters][1:]
+                columns = inputs if isinstance(inputs, tuple) else (inputs,)
+                inputs = dict(zip(names, columns, strict=False)) | {"targets": target}
+        elif isinstance(inputs, Mapping) and isinstance(target, Tensor) and target.ndim == 2:
+            is_labels = target is inputs.get("labels")
+            target = _shifted(target) if is_labels and _is_causal(inside) else target
+        return inputs, target
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into the model's inputs and the target of its output.
@@ -80,31 +84,23 @@ class ModelCall:
                                                     shifted by one: a language model
         anything else                  the batch    None: the model computes its loss
         =============================  ===========  ============================================
-
-        "labels" of the shape of "input_ids" are each token's own, as of a token classifier or a
-        masked language model. They are shifted by one, so that each token's target is the next
-        label, only for a model that declares itself a causal language model: the name of its class
-        ends with "ForCausalLM" or "LMHeadModel", as in Transformers, or it has the attribute
-        `loss_type = "ForCausalLM"`. A `loss_fn` is given the same target.
         """
-        if not isinstance(batch, (tuple, list, Tensor)) and isinstance(batch, Mapping):
-            if "label" in batch and "labels" not in batch:
-                batch = {{"label": "labels"}.get(key, key): batch[key] for key in batch}
-            ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))
-            if labels is not None:
-                of_tokens = isinstance(labels, Tensor) and labels.ndim == 2
-                of_tokens = of_tokens and (ids is None or ids.shape == labels.shape)
-                return batch, _shifted(labels) if self._is_causal and of_tokens else labels
-            if ids is None:
-                return batch, None
-            labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
-            return batch, _shifted(labels) if labels.ndim == 2 else labels
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
             return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
         if isinstance(batch, (tuple, list)):
             (batch,) = batch
-        is_language = isinstance(batch, torch.Tensor) and batch.ndim == 2 and _is_integer(batch)
-        return batch, _shifted(batch) if is_language else None
+        if isinstance(batch, Tensor):
+            is_language = batch.ndim == 2 and _is_integer(batch)
+            return batch, _shifted(batch) if is_language else None
+        if not isinstance(batch, Mapping):
+            return batch, None
+        if "label" in batch and "labels" not in batch:
+            batch = {{"label": "labels"}.get(key, key): batch[key] for key in batch}
+        ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))
+        if labels is not None or ids is None:
+            return batch, labels
+        labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
+        return batch, _shifted(labels) if labels.ndim == 2 else labels
 
     def count(self, target: Any, n_samples: int) -> int | Tensor:
         """Return how many targets of a batch count: the weight of its loss, which is their mean.
@@ -130,10 +126,12 @@ class ModelCall:
         if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
             return model(inputs)
         takes_labels = _takes(type(_inside(model)).forward, "labels")
-        return model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
+        output = model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
+        # A model of nanoGPT's form returns the loss after the predictions.
+        return output[::-1] if "targets" in inputs and isinstance(output, tuple) else output
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        """Return the loss, computed in float32.
+        """Return the loss: 0-dim, computed in float32, or in float64 if the predictions are.
 
         The first of these that applies:
 
@@ -145,22 +143,19 @@ class ModelCall:
            without the dimension of the classes, which is the last or the second.
         4. Floating-point targets of the output's shape: mean squared error.
 
-        Returns:
-            A 0-dim tensor, float64 if the predictions are.
-
         Raises:
             TypeError: the output holds no predictions, or there is no target.
             ValueError: the shapes do not match, or the loss is not 0-dim.
         """
-        loss, predictions = _read(output, is_after=self._takes_targets)
+        loss, predictions = _read(output)
         if self.loss_fn is not None or loss is None:
-            if not isinstance(predictions, torch.Tensor):
+            if not isinstance(predictions, Tensor):
                 has = f" with {list(output)}" if isinstance(output, Mapping) else ""
                 got = type(output).__name__ + has
                 msg = f"output: expected a tensor, logits or a loss, got {got}"
                 raise TypeError(msg)
             loss = (self.loss_fn or _default_loss)(_in_float32(predictions), target)
-        if not isinstance(loss, torch.Tensor) or loss.ndim:
+        if not isinstance(loss, Tensor) or loss.ndim:
             msg = f"loss: expected a 0-dim tensor, got {getattr(loss, 'shape', loss)!r}"
             raise ValueError(msg)
         return _in_float32(loss)
@@ -174,30 +169,24 @@ def _inside(model: nn.Module) -> nn.Module:
 
 def _is_causal(model: nn.Module) -> bool:
     """Say whether a model declares itself a causal language model."""
-    name = type(model).__name__
-    declared = getattr(model, "loss_type", None) == "ForCausalLM"
-    return declared or name.endswith(("ForCausalLM", "LMHeadModel"))
+    is_named = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return is_named or getattr(model, "loss_type", None) == "ForCausalLM"
 
 
-def _read(output: Any, *, is_after: bool = False) -> tuple[Any, Any]:
-    """Return the loss and the predictions in an output, or None for each that is missing.
-
-    The loss of a tuple comes first, or after the predictions.
-    """
+def _read(output: Any) -> tuple[Any, Any]:
+    """Return the loss and the predictions in an output, or None for each that is missing."""
     if isinstance(output, Tensor):
         return (None, output) if output.ndim else (output, None)
-    if is_after and isinstance(output, tuple) and len(output) == 2:
-        return output[1], output[0]
     if isinstance(output, Mapping):
         return output.get("loss"), output.get("logits")
-    first, *rest = (output or [None]) if isinstance(output, (tuple, list)) else (output,)
-    if not isinstance(first, torch.Tensor):
-        return getattr(output, "loss", None), getattr(output, "logits", None)
-    return (None, first) if first.ndim else (first, next(iter(rest), None))
+    if isinstance(output, (tuple, list)) and output:  # a loss comes first
+        loss, predictions = _read(output[0])
+        return loss, predictions if loss is None else next(iter(output[1:]), None)
+    return getattr(output, "loss", None), getattr(output, "logits", None)
 
 
 def _default_loss(output: Tensor, target: Any) -> Tensor:
-    if not isinstance(target, torch.Tensor):
+    if not isinstance(target, Tensor):
         got = type(target).__name__
         msg = f"target: expected a tensor, got {got}; give a loss_fn or let the model return a loss"
         raise TypeError(msg)

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fastamp.step import GradScaler
-
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -40,16 +38,14 @@ def make_optimizer(
         msg = f"model: {type(model).__name__} has no parameter that requires a gradient"
         raise ValueError(msg)
     if isinstance(kind, str):
-        # torch refuses complex ones only in the step; its fused SGD and Adagrad take no sparse
-        # gradients, and no DTensors.
-        is_fused = kind in {"adam", "adamw"} and not any(p.is_complex() for p in parameters)
-        fused = {"fused": is_fused or None}
+        # torch's fused SGD and Adagrad take no sparse gradients, and no DTensors.
+        fused = {"fused": True} if kind in {"adam", "adamw"} else {}
         try:
-            return OPTIMIZERS[kind](parameters, **fused | options)  # type: ignore[no-any-return]
+            return OPTIMIZERS[kind](parameters, **fused, **options)  # type: ignore[no-any-return]
         except RuntimeError:  # not fused for this device or dtype
             return OPTIMIZERS[kind](parameters, **options)  # type: ignore[no-any-return]
     made: Any = kind(parameters)
-    if not isinstance(made, torch.optim.Optimizer):
+    if not isinstance(made, Optimizer):
         msg = f"optimizer: expected a callable that returns an Optimizer, it returned {made!r}"
         raise TypeError(msg)
     known = {*map(id, trained.parameters())}
@@ -64,18 +60,14 @@ def make_optimizer(
 def find_loss(
     loss_fn: Any, model: nn.Module, device: torch.device, *, has_ranks: bool
 ) -> nn.Module | None:
-    """Return the loss on a device if it is a module with tensors that the model does not hold.
-
-    Raises:
-        ValueError: ranks would train its parameters apart from each other.
-    """
+    """Return the loss, on a device, if it is a module with tensors that the model does not hold."""
     loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
-    of_loss = (*loss.parameters(), *loss.buffers()) if isinstance(loss, nn.Module) else ()
-    of_model = {*map(id, model.parameters()), *map(id, model.buffers())}
-    own = [tensor for tensor in of_loss if id(tensor) not in of_model]
+    known = {*map(id, model.parameters()), *map(id, model.buffers())}
+    own = [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
+    own = [tensor for tensor in own if id(tensor) not in known]
     if has_ranks and any(tensor.requires_grad for tensor in own):
         has = f"{type(loss).__name__} has parameters, which ranks do not share"
-        msg = f"loss_fn: {has}; train a model that holds it and returns its loss"
+        msg = f"loss_fn: {has}: train a model that holds it and returns its loss"
         raise ValueError(msg)
     return loss.to(device) if own else None
 
@@ -88,21 +80,13 @@ class Schedule:
     still has that step's forward and backward pass to do: reading the flag does not make it idle.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, scaler: GradScaler, lr_factor: Callable[[int], float]
-    ) -> None:
-        self._optimizer, self._scaler, self._lr_factor = optimizer, scaler, lr_factor
+    def __init__(self, optimizer: Optimizer, lr_factor: Callable[[int], float]) -> None:
+        self._optimizer, self._lr_factor = optimizer, lr_factor
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._n_taken = 0
         self.set_lr()
-        self._skipped_before = 0  # by the runs that this one resumes
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
         """The flag of the last step in pinned memory, and the event of its copy."""
-
-    @property
-    def n_skipped(self) -> int:
-        """How many steps were skipped; waits for the device."""
-        return self._skipped_before + self._scaler.skipped_steps
 
     @property
     def lr(self) -> float:
@@ -129,10 +113,6 @@ class Schedule:
             if not found_inf.item():
                 self._count()
 
-    def rescale(self, old_total: int, total: int) -> None:
-        """Keep the share of the schedule that is done when its length in steps changes."""
-        self._n_taken = round(self._n_taken / max(old_total, 1) * total)
-
     def set_lr(self) -> None:
         """Set the learning rates of the next step."""
         factor = self._lr_factor(self._n_taken)
@@ -149,8 +129,7 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, after the last step's flag: the optimizer's state has the rate."""
         self.read_flag()
-        lrs = {"n_taken": self._n_taken, "base_lrs": [*self._base_lrs]}
-        return lrs | {"n_skipped": self.n_skipped}
+        return {"n_taken": self._n_taken, "base_lrs": [*self._base_lrs]}
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError unless `load_state_dict` can restore it."""
@@ -161,4 +140,4 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the optimizer's own state has the rate."""
-        self._n_taken, self._skipped_before = state["n_taken"], state["n_skipped"]
+        self._n_taken = state["n_taken"]

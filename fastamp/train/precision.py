@@ -23,13 +23,10 @@ def compute_effective_precision(
     ================  ===========================================================================
     None              `requested`, on every device: Lightning itself replaces "16-mixed" by bf16
                       on a CPU
-    True, with a GPU  `requested` made mixed: bf16 stays bf16, anything else is "16-mixed"
-    True, without     full precision: the CPU's autocast is slower than FP32 on most processors
-    False             full precision
+    True, with a GPU  `requested` made mixed: bf16 stays bf16, anything else is "16-mixed"; but
+                      Transformer Engine is left as it is
+    otherwise         full precision: "32-true", or "64-true" where that was requested
     ================  ===========================================================================
-
-    Full precision is "32-true", or "64-true" where that was requested. Transformer Engine is a
-    kind of mixed precision, and True leaves it as it is.
 
     Args:
         requested: "64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed",

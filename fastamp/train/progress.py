@@ -10,7 +10,7 @@ from fastamp.train.fits import check_equal
 # A run resumes only if these agree with the checkpoint's, and the precision does.
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
 _FIXED += ["warmup_steps", "metric", "mode"]
-_OF_RANKS = {"batch_size", "accumulate", "total_steps"}  # another number of ranks may change them
+_OF_RANKS = {"batch_size", "accumulate"}  # another number of ranks may change them
 _OF_LENGTH = {"total_steps", "warmup_steps"}  # a longer run may change them
 
 
@@ -23,12 +23,9 @@ class Progress:
         self.step = self.epoch = self.evaluated_at = 0
         self.best = self._sign * math.inf
         """The best metric; infinite until the first evaluation."""
-        self.n_worse = 0
-        """Evaluations since the best one."""
-        self.is_stopped = False
-        """The user's callback has ended the run."""
-        self.former: dict[str, Any] = {}
-        """The state of the run that is resumed."""
+        self.n_worse = 0  # evaluations since the best one
+        self.is_stopped = False  # by the user's callback
+        self.former_total = total  # of the run that is resumed
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -42,7 +39,12 @@ class Progress:
         by_length = self.epoch >= config.epochs
         if config.max_steps is not None:
             by_length = self.step >= config.max_steps
-        return by_length or self.is_stopped or self.n_worse >= (config.patience or math.inf)
+        return by_length or self.is_stopped or self.lost_patience
+
+    @property
+    def lost_patience(self) -> bool:
+        """Whether as many evaluations as `patience` says were no better than the best one."""
+        return self.n_worse >= (self._config.patience or math.inf)
 
     def compare(self, value: float) -> bool:
         """Count an evaluation; return whether it is the best one."""
@@ -62,10 +64,11 @@ class Progress:
         theirs, ours = state["config"], self.state_dict()["config"]
         is_shorter = (theirs["total_steps"] or math.inf) < (self._total or 0)
         may_differ = _OF_LENGTH if is_shorter else set()
-        check_equal(theirs, ours, may_differ if state["n_ranks"] == ranks.count() else _OF_RANKS)
+        may_differ = may_differ | (_OF_RANKS if state["n_ranks"] != ranks.count() else set())
+        check_equal(theirs, ours, may_differ)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.former = state
+        self.former_total = state["config"]["total_steps"]
         self.step, self.epoch, self.evaluated_at = state["place"]
         self.best, self.n_worse = state["best"], state["n_worse"]

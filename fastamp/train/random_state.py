@@ -18,25 +18,19 @@ def seed_all(seed: int, rank: int, step: int = 0) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the generators' states, with those of every accelerator that is in use."""
+    """Return the generators' states, with those of the GPUs if CUDA is in use."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's generator
     state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     state["numpy"] = tree_map_only(np.ndarray, np.ndarray.tolist, numpy)
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind)
-        if module.is_initialized():
-            state[kind] = module.get_rng_state_all()
-    return state | ({"mps": torch.mps.get_rng_state()} if torch.backends.mps.is_available() else {})
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what `rng_state` returned, of the accelerators that are here."""
+    """Restore what `rng_state` returned, of the GPUs that are here."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     random.setstate(state["python"])
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind)
-        for index in range(min(len(state.get(kind, ())), module.device_count())):
-            module.set_rng_state(state[kind][index], index)
-    if "mps" in state and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(state["mps"])
+    for index in range(min(len(state.get("cuda", ())), torch.cuda.device_count())):
+        torch.cuda.set_rng_state(state["cuda"][index], index)

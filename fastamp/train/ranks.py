@@ -39,11 +39,7 @@ def gather(mine: Any) -> list[Any]:
 
 
 def meet(called: str) -> None:
-    """Wait until every rank has called a method, for up to a minute.
-
-    Raises:
-        TimeoutError: another rank has not; or it has ended.
-    """
+    """Wait until every rank has called a method, for up to a minute; else a TimeoutError."""
     try:
         if count() > 1:
             dist.barrier(async_op=True).wait(timedelta(seconds=WAIT_S))

@@ -36,8 +36,8 @@ class Curve(NamedTuple):
 class TrainResult:
     """What `fastamp.fine_tune` returns; `str` of it is the summary.
 
-    Curves and counts are of the whole run, including the part before it was resumed; times, memory
-    and throughput are of this call.
+    Curves and counts are of the whole run, including the part before it was resumed; times and
+    throughput are of this call.
 
     Example:
         >>> config = fastamp.TrainConfig(max_steps=2, device="cpu")
@@ -63,19 +63,14 @@ class TrainResult:
     skipped_steps: int
     """Steps skipped because a gradient was not finite."""
     best_checkpoint: Path | None
-    """With `TrainConfig.keep_best`: the checkpoint with the lowest validation loss. Its "model"
-    holds the weights."""
+    """With `TrainConfig.keep_best`: the checkpoint with the best `TrainConfig.metric`."""
     precision: str
     """Of the run, as `fastamp.compute_effective_precision` names it."""
     samples_per_s: float
     """In training, without evaluations and checkpoints; over ranks, of all together."""
-    peak_memory_nbytes: int | None
-    """The most that torch has allocated on a GPU; None on a CPU."""
     phase_s: dict[str, float]
     """Seconds in "data", "forward", "backward", "step", "evaluate" and "checkpoint", as far as they
     occurred; of the GPU if there is one, and of this rank."""
-    wait_share: float
-    """The share of the training time in which the loop waited for data."""
 
     def summary(self) -> str:
         """Return the result as text."""
@@ -87,11 +82,9 @@ class TrainResult:
         if len(self.loss_scale.values):
             lines.append(f"loss_scale: {self.loss_scale.values[-1]:g}")
         if self.phase_s:
-            lines.append(f"{self.samples_per_s:,.1f} samples/s, data wait {self.wait_share:.0%}")
+            lines.append(f"{self.samples_per_s:,.1f} samples/s")
             seconds = ", ".join(f"{name} {value:.3g}" for name, value in self.phase_s.items())
             lines.append(f"seconds: {seconds}")
-        if self.peak_memory_nbytes is not None:
-            lines.append(f"peak memory: {self.peak_memory_nbytes / 2**20:,.0f} MiB")
         return "\n".join(lines)
 
     __str__ = summary

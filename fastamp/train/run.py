@@ -24,53 +24,45 @@ def fine_tune(
        gradient is that of the mean over the step's targets, without those that are -100
        (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
        counts has gradients of 0, and NaN as its loss. The learning rate advances after a step that
-       was taken; the loop learns of that one step later, without a wait.
+       was taken.
     3. After every epoch, or as often as the config says: evaluation in the same precision, with
        `config.evaluate`, and a checkpoint. `config.patience` or `config.on_evaluation` may end the
        run. With `config.keep_best` the model has the best weights at the end, else the last ones.
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
     and a checkpoint is written; a second signal acts at once. On a CPU a run that is interrupted or
-    killed, and resumed, is bit-identical, except for random numbers that worker processes draw
-    within an epoch, or that a loader without a state draws from a generator of its own. If the
-    loader has no `state_dict`, as torch's, checkpoints are written at the end of an epoch and of
-    the run, and signals act at once: the last one stands. A longer run begins the next epoch.
+    killed, and resumed, is bit-identical, except for random numbers that worker processes, or a
+    loader other than fastamp's, draw within an epoch. Of a loader without a `state_dict`, as
+    torch's, checkpoints are written at the end of an epoch and of the run, and signals act at once.
 
     Over ranks every rank calls this with the same arguments, and with a model on its device that is
     in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
-    the ranks. A loader must yield the rank's part, as with `shard=True` or a DistributedSampler,
-    and as many batches as on the other ranks: `len` of it is compared when an epoch begins. As in
+    the ranks; a loader must yield the rank's part, and as many batches as on the others. As in
     torch, gradients and training losses are means over the ranks, each of its own targets;
-    validation losses are means over all ranks' targets. Only the first rank logs to
-    `config.tracker`. All ranks must be able to read the folder of checkpoints. The same number of
-    ranks resumes bit-identically, except for buffers, of which the first rank's are kept, and for
-    DDP on more than two ranks, whose first sum may be rounded differently. Any other number resumes
-    with the rest of the epoch, at the same share of the schedule, and with new random numbers.
+    validation losses are means over all targets. Only the first rank logs to `config.tracker`. As
+    many ranks resume bit-identically, except for buffers, of which the first rank's are kept, and
+    for the first sum of DDP on more than two ranks. Another number, with as many steps in all or
+    more, resumes with the rest of the epoch, and with random numbers as at the start.
 
     Args:
-        model: its modules keep their training or evaluation mode; if the model itself is in
-            evaluation mode, all modules train. Afterwards all have the mode they had before.
+        model: its modules have the mode they had before, training or evaluation, when this ends. If
+            the model itself is in evaluation mode, all modules train.
         train_data: a Dataset, as a list of samples is one, or tensors (one, or a tuple or dict of
-            them), which are shuffled; a DataLoader; or any other iterable of batches. A list of
-            batches is passed as `torch.utils.data.DataLoader(batches, batch_size=None)`. See
-            `ModelCall.split` on batches. Before each epoch, from 0, `set_epoch(epoch)` is called,
-            where it exists: of the loader or else of its samplers, and of the loader's dataset.
+            them), which are shuffled; a DataLoader; or any other iterable of batches, see
+            `ModelCall.split`. A list of batches is passed as
+            `torch.utils.data.DataLoader(batches, batch_size=None)`. `set_epoch(epoch)` of the
+            loader or else of its samplers, and of its dataset, is called before each epoch, from 0.
         val_data: as `train_data`, but not shuffled; None evaluates nothing. A
             `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation.
         config: None is `TrainConfig()`.
 
-    Returns:
-        Loss curves, norms, skipped steps, throughput and more.
-
     Raises:
         CheckpointError: see `Checkpointer.save` and `restore`: only the model's device has changed.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
-        TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
-            cannot be trained on.
-        ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
-            shapes do not match, ranks have unlike numbers of batches or a model that they do not
-            share. Or checkpoints within an epoch are asked for, of data without a state. Or the run
-            in `config.checkpoint_dir` has finished; the model has that run's weights then.
+        TypeError: the model, the config, the data or the model's output are of a wrong kind.
+        ValueError: there is no batch or no parameter to train, shapes do not match, ranks have
+            unlike numbers of batches, or the options do not fit the data. Or the run in
+            `config.checkpoint_dir` has finished; the model has that run's weights then.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))

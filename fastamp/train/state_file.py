@@ -3,7 +3,6 @@
 import errno
 import pickle
 import re
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,7 @@ class DamagedError(CheckpointError):
 
 
 def write_file(path: Path, state: dict[str, Any]) -> None:
-    """Write a state to the disk, and check that `read_file` takes the objects in it.
-
-    Raises:
-        CheckpointError: it holds an object that is neither a tensor nor a plain value.
-    """
+    """Write a state to the disk, and check that `read_file` takes the objects in it."""
     try:
         with create(path) as file:
             torch.save({"format": _FORMAT, **state}, file)
@@ -52,9 +47,7 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
 def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
     """Return the state in a file; its tensors are read from the disk where they are used.
 
-    Raises:
-        CheckpointError: it is of another version, or the machine cannot read it; a DamagedError if
-            it is not whole.
+    A DamagedError says that it is not whole, any other CheckpointError that it cannot be read.
     """
     try:
         if compares_sums:  # torch.load does not
@@ -79,9 +72,7 @@ def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, on sparse tensors: no damage
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _explain(error: Exception) -> str:

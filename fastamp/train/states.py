@@ -4,7 +4,6 @@ import copy
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
@@ -14,17 +13,14 @@ from fastamp.step.shards import is_spread
 
 
 def to_saved(state: Any, *, keeps: bool) -> Any:
-    """Return a state of whole tensors and Python's numbers; all ranks call this.
+    """Return a state of whole tensors; all ranks call this.
 
-    Shards are gathered one by one, onto the host where a rank `keeps` them. NumPy's numbers would
-    not be read again.
+    Shards are gathered one by one, onto the host where a rank `keeps` them.
     """
 
     def saved(leaf: Any) -> Any:
-        if is_spread(leaf):
-            gathered = leaf.full_tensor()
-            return gathered.cpu() if keeps else None
-        return leaf.item() if isinstance(leaf, np.generic) else leaf
+        gathered = leaf.full_tensor() if is_spread(leaf) else leaf
+        return gathered if gathered is leaf else gathered.cpu() if keeps else None
 
     versions = getattr(state, "_metadata", None)  # of a model's modules
     state = tree_map(saved, state)
@@ -33,27 +29,10 @@ def to_saved(state: Any, *, keeps: bool) -> Any:
     return state
 
 
-def find_left_out(model: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Return the names of what training changes and a model's state does not hold.
-
-    Frozen parameters may be missing. A tensor that is there under another name is not missing.
-    """
-    changed: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    for prefix, module in model.named_modules():
-        names = module._buffers.keys() - module._non_persistent_buffers_set
-        changed |= {f"{prefix}.{name}".lstrip("."): module._buffers[name] for name in names}
-    missing = [name for name, t in changed.items() if t is not None and name not in state]
-    held = {_memory(t) for t in state.values() if isinstance(t, Tensor)} if missing else set()
-    return [name for name in missing if _memory(changed[name]) not in held]
-
-
 def load_part(part: Any, state: Any) -> None:
-    """Load the state of a part, of which a rank takes its shards.
-
-    The names of a model's state have been compared: what its own state leaves out stays.
-    """
+    """Load the state of a part, of which a rank takes its shards."""
     if isinstance(part, nn.Module):
-        part.load_state_dict(_to_shards(state, part.state_dict()), strict=False)
+        part.load_state_dict(_to_shards(state, part.state_dict()))
     elif isinstance(part, Optimizer):
         _load_optimizer(part, state)
     else:
@@ -106,8 +85,3 @@ def _to_shards(state: Any, own: Any) -> Any:
     parts = copy.copy(state)  # with the versions of a model's modules
     parts.update((name, _to_shards(value, own.get(name))) for name, value in state.items())
     return parts
-
-
-def _memory(tensor: Any) -> int:
-    address: int = (tensor.to_local() if is_spread(tensor) else tensor).data_ptr()
-    return address

@@ -19,21 +19,10 @@ from fastamp.train import ranks
 N = 12
 
 
-class Versioned(torch.nn.Linear):
-    """Its scale of before version 2 was half of what it is."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state, prefix, metadata, *args):
-        if metadata.get("version", 1) < 2:
-            state[prefix + "weight"] = 2 * state[prefix + "weight"]
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-
 def make_model(kind, seed):
     """Return a network whose rows no number of ranks divides; its layers share a weight."""
     torch.manual_seed(seed)
-    layers = Versioned(5, 7), torch.nn.Linear(7, 7), torch.nn.Linear(7, 7), torch.nn.Linear(7, 3)
+    layers = [torch.nn.Linear(*shape) for shape in ((5, 7), (7, 7), (7, 7), (7, 3))]
     model = torch.nn.Sequential(*layers).bfloat16()
     model[2].weight = model[1].weight
     if kind == "fsdp":
@@ -153,17 +142,6 @@ def restore_with_warnings(folder, kind):
         warnings.simplefilter("always")
         step = checkpointer.restore()
     return step, [str(one.message) for one in warned if one.category is UserWarning]
-
-
-def restore_version_1(folder):
-    """Return whether a model of an older version was migrated."""
-    model = make_model("fsdp", 0)
-    weight = model[0].weight.full_tensor().clone()
-    model[0]._version = 1
-    fastamp.Checkpointer(folder, model=model).save(1)
-    del model[0]._version
-    fastamp.Checkpointer(folder, model=model).restore()
-    return torch.equal(model[0].weight.full_tensor(), 2 * weight)
 
 
 def error_of(function, *args):

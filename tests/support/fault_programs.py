@@ -13,7 +13,6 @@ import torch
 from support.faults import report
 from support.trainable import Loop, loud, outcome_of_finished
 
-import fastamp
 from fastamp import _files
 from fastamp.train import Checkpointer, CheckpointError
 from fastamp.train.state_file import read_file
@@ -95,16 +94,6 @@ def report_damage():
 def write_a_file(folder: Path) -> None:
     """Write over an older file, as records and pages are written."""
     _files.write(folder / "record", NEW.encode())
-
-
-def save_a_small_model(folder: Path) -> None:
-    """Save a model whose files are smaller than the buffers that they are written through."""
-    checkpointer = fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1))
-    start = checkpointer.restore() or 0
-    report("resumed", start)
-    for step in range(start + 1, 5):
-        checkpointer.save(step)
-        report("saved", step)
 
 
 def write_carelessly(folder: Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import sys
-import warnings
 
 import pytest
 import torch
@@ -74,8 +71,6 @@ def train(
     stop_at=0,
     action=crash,
     overflow_at=0,
-    sinks=(),
-    looks=True,
     data=None,
     parallel=None,
     **fields,
@@ -84,7 +79,7 @@ def train(
     settings = {"epochs": 2, "batch_size": 8, "lr": 0.01, "warmup_steps": 3, "eval_every": 5}
     settings |= {"checkpoint_dir": folder, "checkpoint_every": 3, "log_every": 4, "keep": 9}
     watching = Watching(stop_at, action, overflow_at)
-    settings |= {"model_call": watching, "tracker": fastamp.MetricsTracker(sinks=list(sinks))}
+    settings |= {"model_call": watching}
     torch.manual_seed(0)
     model = Dropping(layers, dropout)
     try:
@@ -96,8 +91,6 @@ def train(
         )
     except CrashError:
         return {"seen": watching.seen}
-    if not looks:
-        return {}
     weights = whole_weights(model)
     curves = {name: [part.tolist() for part in getattr(result, name)] for name in CURVES}
     counts = {"steps": result.steps, "skipped": result.skipped_steps, "seen": watching.seen}
@@ -177,7 +170,7 @@ def draws_and_pauses(accumulate):
 def train_from_a_list(folder, stop_at=0):
     """Train on batches that a rank has cut for itself."""
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    columns = [column[rank::count].split(8) for column in make_data()]
+    columns = [column[rank::count].split(16 // count) for column in make_data()]
     try:
         return train(folder, stop_at=stop_at, data=in_batches(zip(*columns, strict=True)))
     except CheckpointError as error:
@@ -195,20 +188,9 @@ def train_on_fewer_batches(mode, of):
     )
 
 
-def train_with_sinks(mode):
-    """Return what the sinks of this rank have got."""
-    got = []
-    return train(parallel=mode, sinks=[got.extend], max_steps=10) | {"got": got}
-
-
 def train_without_sharing():
     """Return the error of training a model that the ranks do not share."""
     return error_of_call(lambda: fastamp.fine_tune(torch.nn.Linear(2, 1), make_data()))
-
-
-def error_of(folder, **fields):
-    """Return the kind and the text of the error that training raises."""
-    return error_of_call(lambda: train(folder, **fields))
 
 
 def error_of_call(call):
@@ -217,21 +199,6 @@ def error_of_call(call):
     except (OSError, RuntimeError, ValueError) as error:
         return type(error).__name__, str(error)
     return None
-
-
-def train_as_launched(environment, errors, folder, fields):
-    """Train in a process of its own that a launcher has started; its stderr goes to a file."""
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
-    os.environ.update(environment)
-    warnings.simplefilter("error")
-    # torch 2.8's, in its checkpoints
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    try:
-        train(folder, looks=False, **fields)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def call(args, fields):

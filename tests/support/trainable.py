@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import random
-import threading
-import time
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,7 +87,8 @@ def outcome_of_finished(folder, fields):
     tracker = fastamp.MetricsTracker()
     tracker.load_state_dict(state["tracker"])
     curves = {name: tracker.history(scalar) for name, scalar in SCALARS.items()}
-    counts = {"steps": state["step"], "skipped_steps": state["scheduler"]["n_skipped"]}
+    skipped = int(tracker.summary()["train/skipped_steps"].last)
+    counts = {"steps": state["step"], "skipped_steps": skipped}
     return outcome(model, SimpleNamespace(**curves, **counts))
 
 
@@ -158,39 +154,11 @@ class Loop:
         return [x.numpy().tobytes() if isinstance(x, torch.Tensor) else x for x in leaves]
 
 
-def hang(folder):
-    def forever():
-        (folder / "hangs").touch()
-        threading.Event().wait()
-
-    run(folder, checkpoint_every=1000, loss_fn=act_at(8, forever))
-
-
 def outcome(model, result):
     """Return all that two runs must have in common to the bit."""
     weights = [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
     curves = [part.tobytes() for name in CURVES for part in getattr(result, name)]
     return [*weights, *curves, result.steps, result.skipped_steps]
-
-
-def train_to_the_end(folder, report, fields, stall_at):
-    """Run in a process of its own, and report the outcome, or stall in a call of fsync.
-
-    A checkpoint calls it twice: for the file before it gets its name, and for the folder after it.
-    """
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    calls, fsync = itertools.count(1), os.fsync
-
-    def stall(descriptor):
-        if next(calls) == stall_at:
-            Path(report).with_suffix(".stalled").touch()
-            time.sleep(600)
-        fsync(descriptor)
-
-    os.fsync = stall
-    np.save(report, np.array(outcome(*run(folder, **fields)), dtype=object), allow_pickle=True)
-    Path(report).rename(Path(report).with_suffix(".done"))
 
 
 def newest(folder):

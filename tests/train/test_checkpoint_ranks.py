@@ -102,8 +102,3 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_with_one_warning(three, tmp_
     assert (step, other) == (1, (1, []))
     assert len(warned) == 1
     assert re.search(r"03\.pt: is damaged: .*; resumed from .*/step-00000001\.pt$", warned[0])
-
-
-def test_the_versions_of_a_models_modules_are_kept(three, tmp_path):
-    """A module that migrates older states would migrate its own."""
-    assert three.run(2, cases.restore_version_1, tmp_path) == [True, True]

@@ -266,7 +266,6 @@ SAMPLES = {
     "sequences": ([torch.ones(5), torch.ones(7)], [torch.ones(1), torch.ones(1)]),
     "sequences by name": {"x": [torch.ones(5), torch.ones(7)]},
     "sequences with targets": ([torch.ones(5), torch.ones(5)], torch.ones(2)),
-    "columns of columns": [[torch.ones(2, 5), torch.ones(2)], [torch.ones(2), torch.ones(2, 3)]],
     "inputs of two columns": [[torch.ones(2, 5), torch.ones(2)], torch.ones(2)],
 }
 

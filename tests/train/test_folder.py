@@ -5,10 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from support.trainable import Loop, names, run
 
-import fastamp
 from fastamp.train import folder as folders
 
 
@@ -88,7 +86,5 @@ def test_a_tilde_is_the_home_folder(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run(kind("~/runs/a"), max_steps=3)
     assert names(tmp_path / "runs" / "a") == ["step-00000003.pt"]
-    assert fastamp.Checkpointer(kind("~/runs/b"), model=torch.nn.Linear(1, 1)).save(1) is None
-    assert names(tmp_path / "runs" / "b") == ["step-00000001.pt"]
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/runs/a has the ch")):
         run(kind("~/runs/a"), max_steps=3, resume=False)

@@ -37,17 +37,6 @@ class TinyForCausalLM(Tagger):
     pass
 
 
-class Compiled(torch.nn.Module):
-    """Wraps a model as `torch.compile` does."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._orig_mod = model
-
-    def forward(self, **inputs):
-        return self._orig_mod(**inputs)
-
-
 class Output:
     def __init__(self, logits, loss=None):
         self.logits, self.loss = logits, loss
@@ -91,9 +80,9 @@ def test_labels_are_shifted_only_for_a_model_that_declares_itself_causal(loss_fn
     for kind in (Language, TinyLMHeadModel, Tagger, TinyForCausalLM):
         model = kind(FORMS["tensor"])
         expected = here if kind is Tagger else following
-        for called in (model, Compiled(model)):
-            loss = model_call(called, batch).item()
-            assert loss == pytest.approx(expected, rel=1e-6), kind
+        assert model_call(model, batch).item() == pytest.approx(expected, rel=1e-6), kind
+        _, target = model_call.split_for(torch.compile(model, backend="eager"), batch)
+        assert torch.equal(target, model_call.split_for(model, batch)[1])
 
 
 class Classifier(Tagger):
@@ -200,29 +189,6 @@ def test_several_inputs_and_other_dimensions():
 def test_an_output_without_a_loss_is_refused(output, target, error, message):
     with pytest.raises(error, match=message):
         ModelCall().loss(output, target)
-
-
-def test_a_subclass_calls_the_model_and_computes_the_loss():
-    """A model that takes the targets, too, and returns (logits, loss)."""
-
-    class Pairs(ModelCall):
-        def split(self, batch):
-            return tuple(batch), batch[1]
-
-        def loss(self, output, target):
-            return output[1]
-
-    def call(x, y):
-        logits = linear(x)
-        return logits, functional.cross_entropy(logits, y)
-
-    model = torch.nn.Module()
-    linear = model.linear = torch.nn.Linear(8, 2)
-    model.forward = call
-    config = TrainConfig(model_call=Pairs(), lr=0.1)
-    result = fine_tune(model, make_data(), make_data(20), config)
-    assert result.train_loss.values[-1] < 0.7 * result.train_loss.values[0]
-    assert result.val_loss.values[-1] < result.val_loss.values[0]
 
 
 class Whole(ModelCall):

@@ -8,7 +8,6 @@ import re
 import shutil
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,12 @@ from support.parallel_cases import (
     run,
     train,
     train_and_overflow_on_one,
-    train_as_launched,
     train_by_hand,
     train_from_a_list,
     train_on_fewer_batches,
-    train_with_sinks,
     train_without_sharing,
 )
-from support.processes import CONTEXT, run_python
+from support.processes import run_python
 from support.trainable import CURVES, names
 
 __all__ = ["four"]  # a fixture
@@ -142,7 +139,7 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
     expected = four.run(2, train_from_a_list, None)
     four.run(2, train_from_a_list, tmp_path, 5)
     for text in four.run(4, train_from_a_list, tmp_path):
-        assert ": 2 ranks wrote it within a pass over loaders of their own" in text
+        assert ": 2 ranks wrote it, another number of them needs a fastamp.DataLoader with" in text
     resumed = four.run(2, train_from_a_list, tmp_path)
     assert bits(resumed[0]) == bits(expected[0])
     assert [r["seen"] for r in resumed] == [r["seen"][3:] for r in expected]
@@ -168,16 +165,6 @@ def test_a_program_under_torchrun_that_makes_no_process_group_is_refused(monkeyp
     assert "as there are 2 ranks, got Linear" in train_without_sharing()[1]
 
 
-@pytest.mark.parametrize("mode", ["ddp", at_large("fsdp")])
-def test_the_schedule_keeps_its_place_where_the_steps_get_fewer(four, mode, tmp_path):
-    fields = {"parallel": mode, "schedule": "linear", "warmup_steps": 0, "lr": 0.012}
-    fields |= {"checkpoint_every": 6}
-    run(four, 2, tmp_path, stop_at=7, **fields)  # 12 steps, 6 of them in the checkpoint
-    ours, _ = run(four, 4, tmp_path, **fields)
-    rates = [0.012 * (12 - i) / 12 for i in range(6)] + [0.006, 0.004, 0.002]
-    assert ours["curves"]["lr"][1] == pytest.approx(rates)
-
-
 @MODES
 def test_an_overflow_on_one_rank_is_skipped_by_all(four, mode):
     results = four.run(2, train_and_overflow_on_one, mode)
@@ -185,13 +172,6 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(four, mode):
         assert result["skipped"] == 1
         assert result["curves"]["loss_scale"] == [[1, 6], [65536.0, 32768.0]]
         assert bits(result) == bits(results[0])
-
-
-@MODES
-def test_sinks_are_called_on_the_first_rank(four, mode):
-    first, second = four.run(2, train_with_sinks, mode)
-    steps = [step for name, step, _ in first["got"] if name == "train/loss"]
-    assert (steps, second["got"]) == (list(range(1, 11)), [])
 
 
 def test_every_rank_draws_for_itself_and_gradients_are_exchanged_once_a_step(four):
@@ -204,59 +184,6 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
-
-
-@pytest.fixture
-def launch(tmp_path):
-    """Return what starts two ranks as torchrun does, and leave no process behind."""
-    started = []
-
-    def start(folder, **fields):
-        environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        for rank in "01":
-            own = {"RANK": rank, "LOCAL_RANK": rank, **environment}
-            args = (own, tmp_path / f"errors-{rank}", folder, fields)
-            process = CONTEXT.Process(target=train_as_launched, args=args)
-            process.start()
-            started.append(process)
-        return started[-2:]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
-
-
-def wait_for(condition, processes):
-    end_s = time.monotonic() + 240
-    while not condition():
-        assert all(process.is_alive() for process in processes)
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.at_large)])
-def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves_on_all(mode, launch, tmp_path):
-    folder = tmp_path / "run"
-    fields = {"parallel": mode, "schedule": "constant", "max_steps": 100_000, "keep": 2}
-    both = launch(folder, **fields)
-    wait_for(lambda: len([*folder.glob("step-*")]) == 2, both)
-    both[1].kill()
-    both[0].join(60)
-    assert both[0].exitcode  # 1, or another status if torch's threads crash at exit
-    assert "RuntimeError" in (tmp_path / "errors-0").read_text()
-    before = names(folder)
-    both = launch(folder, **fields)
-    wait_for(lambda: names(folder)[-1] > before[-1], both)
-    both[1].terminate()
-    for rank, process in enumerate(both):
-        process.join(60)
-        said = (tmp_path / f"errors-{rank}").read_text().splitlines()
-        assert process.exitcode == 143
-        assert len(said) == (rank == 0), said  # the first one says where the run resumes
-        assert rank or "resumed at step" in said[0]
-    last = int(names(folder)[-1][5:13])
-    assert last % 10 == 0 or last % 3 == 0  # ranks exchange signals, or the next checkpoint
 
 
 def test_torchrun_trains_and_another_number_of_ranks_resumes(tmp_path):

@@ -59,5 +59,3 @@ def test_unknown_names_are_refused_with_the_list(requested, use_amp):
     with pytest.raises(ValueError, match=r"^requested: expected one of 64-true, ") as error:
         fastamp.compute_effective_precision(requested, use_amp)
     assert str(error.value).endswith(f", torch.bfloat16, got {requested!r}")
-    for name in TABLE:
-        assert f"{name}, " in str(error.value)

@@ -69,8 +69,7 @@ def make(lr_factor=halved):
     """Return a parameter, its optimizer and its schedule."""
     parameter = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = fastamp.GradScaler("cpu", enabled=False)
-    return parameter, optimizer, Schedule(optimizer, scaler, lr_factor)
+    return parameter, optimizer, Schedule(optimizer, lr_factor)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
@@ -95,18 +94,6 @@ def test_each_step_has_the_rate_of_torchs_schedule_and_nothing_waits_for_it(kind
     assert schedule.lr == stock.param_groups[0]["lr"]
 
 
-def test_a_flag_is_read_once(place):
-    parameter, optimizer, schedule = make()
-    parameter.grad = torch.tensor(1.0)
-    schedule.advance(fastamp.optimizer_step(optimizer, 10.0).found_inf)
-    assert place is None or optimizer.param_groups[0]["lr"] == 1.0
-    for _ in range(2):
-        assert schedule.lr == optimizer.param_groups[0]["lr"] == 0.5
-        schedule.read_flag()
-    assert place is None or place.waits == 1
-    assert schedule.state_dict()["n_taken"] == 1
-
-
 @pytest.mark.filterwarnings("error")  # as torch's, of a schedule that steps before its optimizer
 def test_a_run_on_a_gpu_is_that_on_the_cpu_and_asks_once_a_step(gpu):
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +103,7 @@ def test_a_run_on_a_gpu_is_that_on_the_cpu_and_asks_once_a_step(gpu):
     n_skipped = expected[-1]
     assert 0 < n_skipped < 20  # else there is nothing to wait for
     assert outcome(*run(**SHORT)) == expected
-    assert gpu.waits == 20
+    assert gpu.waits == 19  # the last flag is nobody's
 
 
 @pytest.mark.parametrize("step", [2, 7, 13])
@@ -127,22 +114,6 @@ def test_a_run_on_a_gpu_that_crashed_goes_on_to_the_bit(step, gpu, tmp_path):
     with pytest.raises(CrashError):
         run(tmp_path, loss_fn=act_at(step, crash), **fields)
     assert outcome(*run(tmp_path, **fields)) == expected
-
-
-@pytest.mark.parametrize("overflows", [False, True])
-def test_the_optimizer_has_the_rate_after_the_last_step(overflows, place):
-    found = []
-
-    def make_optimizer(parameters):
-        found.append(torch.optim.SGD(parameters, lr=1.0))
-        return found[0]
-
-    data = torch.ones(8, 4), torch.full((8, 1), math.inf if overflows else 1.0)
-    config = fastamp.TrainConfig(
-        optimizer=make_optimizer, max_steps=1, max_norm=1.0, schedule="linear", device="cpu"
-    )
-    fastamp.fine_tune(torch.nn.Linear(4, 1), data, config=config)
-    assert found[0].param_groups[0]["lr"] == float(overflows)
 
 
 def test_a_learning_rate_of_a_callable_that_has_changed_is_refused_with_both(tmp_path):
@@ -193,12 +164,16 @@ def test_a_flag_has_arrived_when_it_is_read():
         assert advance_on_streams(seed) == [], seed
 
 
-def test_a_flag_that_is_read_without_a_wait_is_found(monkeypatch):
-    monkeypatch.setattr(Event, "synchronize", lambda _: None)
-    assert any("a read of pinned" in fault for fault in advance_on_streams(0))
+BREAKS = {
+    "read without a wait": ("synchronize", lambda _: None),
+    "noted on another stream": (
+        "record",
+        lambda event, _, record=Event.record: record(event, event.model.defaults[1]),
+    ),
+}
 
 
-def test_a_copy_that_is_noted_on_another_stream_is_found(monkeypatch):
-    record = Event.record
-    monkeypatch.setattr(Event, "record", lambda event, _: record(event, event.model.defaults[1]))
-    assert any("a read of pinned" in fault for fault in advance_on_streams(0))
+@pytest.mark.parametrize("fault", BREAKS)
+def test_a_flag_that_may_not_have_arrived_is_found(fault, monkeypatch):
+    monkeypatch.setattr(Event, *BREAKS[fault])
+    assert any("a read of pinned" in each for each in advance_on_streams(0))

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.processes import CONTEXT
 from support.trainable import (
     act_at,
-    hang,
     names,
     newest,
     outcome,
@@ -89,23 +86,6 @@ def test_a_signal_is_not_lost_where_the_program_raises(tmp_path):
     with pytest.raises(SystemExit) as raised:
         run(tmp_path, checkpoint_every=1000, loss_fn=act_at(8, fail))
     assert isinstance(raised.value.__context__, LookupError)
-
-
-def test_a_second_sigterm_ends_a_run_that_hangs(tmp_path):
-    process = CONTEXT.Process(target=hang, args=(tmp_path,), daemon=True)
-    process.start()
-    while not (tmp_path / "hangs").exists():
-        assert process.is_alive()
-        time.sleep(0.1)
-    process.terminate()
-    process.join(1)
-    assert process.is_alive()
-    deadline_s = time.monotonic() + 60
-    while process.is_alive() and time.monotonic() < deadline_s:  # two may have come as one
-        process.terminate()
-        process.join(0.25)
-    assert process.exitcode == -signal.SIGTERM
-    assert names(tmp_path) == ["hangs"]
 
 
 def test_a_handler_of_the_programs_own_is_called_and_training_goes_on(tmp_path):

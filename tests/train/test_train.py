@@ -9,32 +9,21 @@ import pickle
 import re
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.stream_model import Model
-from support.trainable import make_data, make_model, run
+from support.trainable import CrashError, crash, make_data, make_model, run
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
 from fastamp.bench.gpt import GPT, Shape, read_library
 from fastamp.train.batches import Batches
-from fastamp.train.loop import check
 
 # Each choice with and without validation data, but not all pairs.
-
-
-def in_one_batch(x, y):
-    return DataLoader(TensorDataset(x, y), len(x))
-
-
-def last(curve):
-    return curve.values[-10:].mean()
 
 
 def test_a_small_gpt_learns_the_interpreters_sources():
@@ -45,11 +34,9 @@ def test_a_small_gpt_learns_the_interpreters_sources():
     data = fastamp.TokenDataset(corpus.train[:40_000], 32)
     held_out = fastamp.TokenDataset(corpus.validation[:2_000], 32)
     result = fine_tune(model, data, held_out, TrainConfig(use_amp=True))
-    assert result.train_loss.values[0] > 5
-    assert last(result.train_loss) < 3.2
     assert result.steps == len(result.train_loss.steps) == 3 * math.ceil(len(data) / 32)
+    assert result.train_loss.values[-10:].mean() < 3.2
     assert result.val_loss.values[-1] < 3.2
-    assert len(result.val_loss.steps) == 3
     precision = "16-mixed" if torch.cuda.is_available() else "32-true"
     text = rf"{result.steps} steps in {precision}, \d skipped\ntrain_loss: 5\."
     assert re.match(text, str(result))
@@ -78,7 +65,7 @@ def test_a_step_makes_few_calls_of_python():
     assert len(names) <= 20 * 114
 
 
-def digits(device="cpu"):
+def digits():
     datasets = pytest.importorskip("sklearn.datasets")
     x, y = datasets.load_digits(return_X_y=True)
     x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
@@ -88,17 +75,6 @@ def digits(device="cpu"):
 def classifier():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_the_loss_falls_in_every_mixed_precision(precision, backend, device):
-    train, held_out = digits()
-    config = TrainConfig(lr=5e-3, precision=precision, device=device)
-    result = fine_tune(classifier(), train, held_out, config)
-    assert last(result.train_loss) < 0.3
-    assert result.val_loss.values[-1] < 0.5
-    assert result.precision == precision
-    assert result.loss_scale.values.tolist() == ([65536.0] if precision == "16-mixed" else [])
 
 
 def test_it_is_the_loop_that_one_would_write(backend, device):
@@ -128,7 +104,8 @@ def test_it_is_the_loop_that_one_would_write(backend, device):
     ours = classifier()
     options = {"lr": 2e-3, "weight_decay": 0.1, "max_norm": 0.5, "warmup_steps": 5, "seed": 7}
     config = TrainConfig(epochs=3, batch_size=64, precision="bf16-mixed", device=device, **options)
-    result = fine_tune(ours, (x, y), in_one_batch(val_x, val_y), config)
+    held_out = DataLoader(TensorDataset(val_x, val_y), len(val_x))
+    result = fine_tune(ours, (x, y), held_out, config)
     assert result.train_loss.values.tolist() == losses
     with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
         output = model(val_x.to(device)).float()
@@ -197,42 +174,6 @@ def test_a_tracker_is_told_when_each_loss_was_computed():
     ]
 
 
-@pytest.mark.parametrize("n_samples", [64, 50, 33])
-def test_accumulation_is_the_big_batch(n_samples):
-    """Also in the last step of an epoch; sums of float32 in another order differ by 1e-6."""
-    x, y = make_data(n_samples)
-    ends = []
-    for size, accumulate in ((32, 1), (8, 4)):
-        model = torch.nn.Linear(8, 2)
-        with torch.no_grad():
-            model.weight.copy_(make_model()[0].weight[:2])
-            model.bias.zero_()
-        loader = DataLoader(TensorDataset(x, y), size)
-        fields = {"accumulate": accumulate, "optimizer": "sgd", "lr": 0.5, "epochs": 4}
-        result = fine_tune(model, loader, config=TrainConfig(**fields))
-        assert result.steps == 4 * math.ceil(n_samples / 32)
-        ends.append((model.weight.detach(), model.bias.detach(), result.train_loss.values))
-    for one, many in zip(*ends, strict=True):
-        np.testing.assert_allclose(one, many, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("default", [torch.float32, torch.float16])
-def test_the_loss_is_summed_in_its_own_dtype(dtype, default):
-    """Also where it is beyond what torch's default dtype holds."""
-    model = torch.nn.Linear(4, 1, dtype=dtype)
-    x, y = torch.rand(8, 4, dtype=dtype), 1000 * torch.rand(8, 1, dtype=dtype)
-    expected = functional.mse_loss(model(x), y).item()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        loader = DataLoader(TensorDataset(x, y), 8)  # in order, as the sum is
-        result = fine_tune(model, loader, config=TrainConfig(epochs=1, use_amp=False))
-    finally:
-        torch.set_default_dtype(before)
-    assert result.train_loss.values.tolist() == [expected]
-
-
 def test_everything_is_left_as_it_was_found(tmp_path):
     model = make_model()
     model[1].eval()
@@ -277,56 +218,19 @@ def test_optimizers_are_torchs_and_adams_are_fused(name, monkeypatch):
     assert defaults["weight_decay"] == 0.03
 
 
-class Spectral(torch.nn.Module):
-    """A model with a complex parameter and a real output."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-
-    def forward(self, x):
-        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=4)
-
-
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad"])
-def test_complex_parameters_are_trained(name):
-    x, model = torch.randn(8, 4), Spectral()
-    config = TrainConfig(optimizer=name, epochs=4, lr=0.1, schedule="constant")
-    result = fine_tune(model, (x, 2 * x), config=config)
-    assert result.train_loss.values[-1] < result.train_loss.values[0]
-
-
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_sparse_gradients_are_trained(name):
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Linear(4, 3))
     before = model[0].weight.detach().clone()
-    rows = torch.arange(10), torch.arange(10) % 3
     config = TrainConfig(optimizer=name, weight_decay=0, max_steps=2, device="cpu")
-    fine_tune(model, rows, config=config)
-    assert (model[0].weight[:10] != before[:10]).any(1).all()
-    assert torch.equal(model[0].weight[10:], before[10:])
-
-
-def test_an_empty_batch_is_passed_over():
-    x, y = torch.randn(6, 4), torch.randn(6, 1)
-    batches = [(x[i:j], y[i:j]) for i, j in ((0, 2), (2, 2), (2, 4), (4, 4), (4, 6))]
-    config = TrainConfig(epochs=2, schedule="constant", device="cpu")
-    loader = DataLoader(batches, batch_size=None)
-    assert fine_tune(torch.nn.Linear(4, 1), loader, config=config).steps == 6
+    fine_tune(model, (torch.arange(10), torch.arange(10) % 3), config=config)
+    assert (model[0].weight != before).any(1).tolist() == [True] * 10 + [False] * 10
 
 
 def test_a_compiled_model_is_trained_as_the_plain_one():
     compiled, plain = make_model(), make_model()
-    calls = []
-
-    def note(graph, _):
-        calls.append(graph)
-        return graph
-
-    for model in (torch.compile(compiled, backend=note), plain):
+    for model in (torch.compile(compiled, backend="eager"), plain):
         fine_tune(model, make_data(), config=TrainConfig(max_steps=2))
-    assert calls
     assert all(map(torch.equal, compiled.parameters(), plain.parameters()))
 
 
@@ -349,7 +253,7 @@ def test_the_result_is_bounded_and_pickles():
     assert (result.steps, len(result.train_loss.steps)) == (4200, 2101)
     assert list(result.phase_s) == ["data", "forward", "backward", "step", "evaluate"]
     assert all(seconds > 0 for seconds in result.phase_s.values())
-    assert 0 < result.wait_share < 1 < result.samples_per_s
+    assert result.samples_per_s > 1
     assert str(pickle.loads(pickle.dumps(result))) == result.summary()
 
 
@@ -363,7 +267,6 @@ def test_the_result_is_bounded_and_pickles():
         ({"weight_decay": -1}, "weight_decay: expected a number of at least 0, got -1"),
         ({"optimizer": "lion"}, "one of adamw, adam, sgd, adagrad, got 'lion'"),
         ({"schedule": "step"}, "schedule: expected one of cosine, linear, constant, got 'step'"),
-        ({"precision": "8"}, "precision: expected one of 64-true, .*, got '8'"),
         ({"precision": "bf16-true"}, "precision: expected a name for one of .*, got 'bf16-true'"),
         (
             {"loss_fn": functional.l1_loss, "model_call": ModelCall()},
@@ -371,7 +274,6 @@ def test_the_result_is_bounded_and_pickles():
         ),
         ({"loss_fn": 3}, "loss_fn: expected Callable or None, got 3"),
         ({"model_call": ModelCall}, "model_call: expected ModelCall or None, got <class"),
-        ({"device": "bogus"}, "device: expected an available device or None, got 'bogus'"),
         ({"lr": 10**400}, "lr: expected a number above 0, got 1000"),
         ({"resume": "no"}, "resume: expected bool, got 'no'"),
         ({"checkpoint_dir": 5}, "checkpoint_dir: expected a path or None, got 5"),
@@ -384,15 +286,9 @@ def test_a_wrong_field_is_named_with_its_value(fields, message):
 
 
 def test_numpys_numbers_are_pythons():
-    given = {"lr": 0.5, "max_norm": 2.0, "epochs": 2, "seed": 3, "precision": 32, "use_amp": False}
-    numpys = {
-        "lr": np.float32(0.5),
-        "max_norm": np.int32(2),
-        "epochs": np.int64(2),
-        "seed": np.uint8(3),
-        "precision": np.int16(32),
-        "use_amp": np.bool_(0),
-    }
+    given = {"lr": 0.5, "max_norm": 2.0, "epochs": 2, "precision": 32, "use_amp": False}
+    kinds = np.float32, np.int32, np.int64, np.int16, np.bool_
+    numpys = {name: kind(given[name]) for name, kind in zip(given, kinds, strict=True)}
     config = TrainConfig(**numpys)
     assert config == TrainConfig(**given)
     assert [type(getattr(config, name)) for name in given] == [*map(type, given.values())]
@@ -400,20 +296,58 @@ def test_numpys_numbers_are_pythons():
         TrainConfig(epochs=np.bool_(1))
 
 
-class Sharded(torch.nn.Module):
-    """Has a parameter that looks like a DTensor."""
+class Weighted(torch.nn.Module):
+    """A loss with a learned factor of each class; it may end a run."""
 
-    def parameters(self):
-        return [SimpleNamespace(to_local=None, placements=None)]
+    def __init__(self, crash_at=0):
+        super().__init__()
+        self.factor, self.calls, self.crash_at = torch.nn.Parameter(torch.ones(2)), 0, crash_at
+
+    def forward(self, output, target):
+        self.calls += 1
+        if self.calls == self.crash_at:
+            crash()
+        return functional.cross_entropy(self.factor * output, target)
+
+
+def test_the_parameters_of_a_loss_are_trained_saved_and_resumed(tmp_path):
+    ends, own = [], {"max_steps": 8, "checkpoint_every": 2, "device": "cpu"}
+    for folder, crash_at in ((None, 0), (tmp_path, 6), (tmp_path, 0)):
+        loss, model = Weighted(crash_at), make_model()
+        call = ModelCall(loss) if folder is None else None
+        fields = {**own, "checkpoint_dir": folder, "model_call": call}
+        fields["loss_fn"] = loss.forward if folder else None
+        config = TrainConfig(**fields)
+        if crash_at:
+            with pytest.raises(CrashError):
+                fine_tune(model, make_data(), config=config)
+        else:
+            result = fine_tune(model, make_data(), config=config)
+            ends.append((loss.factor.tolist(), result.train_loss.values.tolist()))
+    assert ends[0] == ends[1]
+    assert ends[0][0] != [1.0, 1.0]
+
+
+def test_a_loss_of_the_models_own_is_trained_once(tmp_path):
+    model = make_model()
+    model[0].loss = Weighted()
+    config = TrainConfig(max_steps=2, loss_fn=model[0].loss.forward, checkpoint_dir=tmp_path)
+    fine_tune(model, make_data(), config=config)
+    assert (model[0].loss.factor != 1).any()
+    assert "loss_fn" not in torch.load(tmp_path / "step-00000002.pt", weights_only=True)
+
+
+def test_parameters_that_no_checkpoint_would_hold_are_refused():
+    loss = Weighted()
+    config = TrainConfig(optimizer=lambda own: torch.optim.SGD([*own, *loss.parameters()], 0.1))
+    with pytest.raises(ValueError, match="optimizer: expected parameters of the model or"):
+        fine_tune(make_model(), make_data(), config=config)
 
 
 def test_the_best_of_no_evaluation_is_refused():
+    config = TrainConfig(keep_best=True)
     with pytest.raises(ValueError, match="keep_best: expected val_data, whose loss says"):
-        fine_tune(make_model(), make_data(), config=TrainConfig(keep_best=True))
-    with pytest.raises(
-        ValueError, match="checkpoint_dir: expected a folder, which keep_best needs"
-    ):
-        check(TrainConfig(keep_best=True), Sharded(), has_val_data=True, has_state=True)
+        fine_tune(make_model(), make_data(), config=config)
 
 
 @pytest.mark.parametrize(
@@ -465,41 +399,3 @@ def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
         ((moved, n),) = Batches("train_data", loader, config, shuffle=False)
         assert (moved.sum().item(), n) == (8.0, 4)
     assert model.found == []
-
-
-CPU, MPS = torch.device("cpu"), torch.device("mps")
-
-
-class OnMetal(torch.Tensor):
-    """A loss that lies on MPS."""
-
-
-class Metal(TorchFunctionMode):
-    """Takes the CPU for MPS, and has no float64 there."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.device:
-            return func(*args, **(kwargs or {}))
-        devices = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.device)]
-        is_far = MPS in devices or (OnMetal in types and not devices)
-        near = [CPU if isinstance(x, torch.device) else x for x in args]
-        named = {k: CPU if isinstance(x, torch.device) else x for k, x in (kwargs or {}).items()}
-        result = func(*near, **named)
-        if not isinstance(result, torch.Tensor):
-            return result
-        assert not (is_far and result.dtype == torch.float64), func
-        return result if is_far else result.as_subclass(torch.Tensor)
-
-
-def test_a_device_without_float64_and_without_a_clock_trains_and_evaluates():
-    data, held_out = in_one_batch(*make_data()), in_one_batch(*make_data(20))
-    expected = fine_tune(make_model(), data, held_out, TrainConfig(device="cpu"))
-
-    class Far(ModelCall):
-        def loss(self, output, target):
-            return super().loss(output, target).as_subclass(OnMetal)
-
-    with Metal():
-        config = TrainConfig(device=MPS, model_call=Far())
-        result = fine_tune(make_model(), data, held_out, config)
-    assert result.val_loss.values.tolist() == expected.val_loss.values.tolist()
