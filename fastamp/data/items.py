@@ -24,8 +24,6 @@ class Made(NamedTuple):
     getitem_s: float = 0.0
     collate_s: float = 0.0
     copy_s: float = 0.0
-    cpu_s: float = 0.0
-    """Processor time of a thread worker."""
 
 
 class Failed(NamedTuple):
@@ -69,10 +67,8 @@ def change(function: Callable[[Any], Any], made: Made | Failed) -> Made | Failed
     """Return a batch as a function returns it, or its error; an error stays what it is."""
     if isinstance(made, Failed):
         return made
-    try:
-        return made._replace(batch=function(made.batch))
-    except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
-        return Failed(error)
+    changed = attempt(function, (made.batch,))
+    return changed if type(changed) is Failed else made._replace(batch=changed)
 
 
 def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:

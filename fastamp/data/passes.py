@@ -49,8 +49,6 @@ class LoaderStats:
     """Time in the collate function: making batches of them."""
     copy_s: float = 0.0
     """Time gathering rows."""
-    thread_cpu_s: float = 0.0
-    """Processor time of thread workers, most of which holds the GIL if they run Python."""
     path: str = ""
     """How batches are made: "gathered", or "item by item: " and the reason."""
 
@@ -63,21 +61,16 @@ class LoaderStats:
     def verdict(self) -> str:
         """In a few words: "compute-bound", or "starved 18 %: getitem", the share and its cause.
 
-        "compute-bound": the loop waits for less than 5 % of its time. Not said of thread workers,
-        for whose GIL the loop's own Python may wait: it gives their processor time. The cause is
-        the largest of the times above, "getitem", "collate" or "copy", and named if it is at least
-        three quarters of the waiting. Before the first batch: "nothing measured yet".
+        "compute-bound": the loop waits for less than 5 % of its time; with thread workers, for
+        whose GIL its own Python may wait as well, it says so. The cause is the largest of the times
+        above, "getitem", "collate" or "copy", and named if it is at least three quarters of the
+        waiting. Before the first batch: "nothing measured yet".
         """
         if not self.batches:
             return "nothing measured yet"
-        if self.wait_share < _STARVED_SHARE and not self.thread_cpu_s:
-            return "compute-bound"
         if self.wait_share < _STARVED_SHARE:
-            busy = self.thread_cpu_s / self.elapsed_s if self.elapsed_s else 0.0
-            return (
-                f"waits {100 * self.wait_share:.0f} %; threads compute for {100 * busy:.0f} % of "
-                "the time and may hold the GIL: time some steps with worker='process' too"
-            )
+            threads = "; its threads may hold the GIL: time some steps with worker='process' too"
+            return "compute-bound" + threads * ("thread" in self.path)
         causes = {"getitem": self.getitem_s, "collate": self.collate_s, "copy": self.copy_s}
         cause = max(causes, key=lambda name: causes[name])
         share = f"starved {100 * self.wait_share:.0f} %"
@@ -122,12 +115,11 @@ class LoaderPass(Iterator[Any]):
             stats.elapsed_s += end_s - (self._left_s or start_s)
             self._left_s = end_s
             if type(made) is not Failed:
-                batch, getitem_s, collate_s, copy_s, cpu_s = made
+                batch, getitem_s, collate_s, copy_s = made
                 stats.batches += 1
                 stats.getitem_s += getitem_s
                 stats.collate_s += collate_s
                 stats.copy_s += copy_s
-                stats.thread_cpu_s += cpu_s
                 position.batch += 1
                 return batch
         except StopIteration:

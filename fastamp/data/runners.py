@@ -5,7 +5,6 @@ import contextlib
 import copy
 import ctypes
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -158,13 +157,6 @@ def become_worker(info: SimpleNamespace, worker_init_fn: Callable[[int], None] |
         ctypes.CDLL(None).omp_set_num_threads(1)  # for this thread alone
     if worker_init_fn is not None:
         worker_init_fn(info.id)
-
-
-def timed(make: Callable[..., Made], *job: Any) -> Made:
-    """Return the batch of a job, and the processor time of this thread for it."""
-    start_s = time.thread_time()
-    made = make(*job)
-    return made._replace(cpu_s=time.thread_time() - start_s)
 
 
 def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:
