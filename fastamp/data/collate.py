@@ -6,7 +6,6 @@ to torch's own collate function.
 
 import functools
 import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -49,10 +48,10 @@ class BatchCollator:
             the batch, and the only dimension of a vector.
 
     Raises:
-        TypeError: `pad` has something other than a number for a leaf, or a number for a leaf that
+        TypeError: at the first batch, `pad` has a mapping for a leaf, or a number for a leaf that
             cannot be padded.
         ValueError: `pad_multiple` is below 1; at the first batch, `pad` has a key that the samples
-            lack, or a number that the dtype cannot hold.
+            lack, or what the dtype cannot hold.
         RuntimeError: samples differ in shape and `pad` has no number for them, or in their number
             of dimensions: the message names the keys.
 
@@ -64,7 +63,6 @@ class BatchCollator:
 
     def __init__(self, pad: Pad = None, *, pad_multiple: int = 1) -> None:
         self.pad_multiple = as_integer("pad_multiple", pad_multiple, least=1, optional=False)
-        _check_pad(pad, "pad")
         self.pad = pad
         self._memory = Memory()
 
@@ -117,7 +115,7 @@ class BatchCollator:
             on_cpu = pad is not None or torch.get_default_device().type == "cpu"
             dtype = torch_dtype(dtype) if on_cpu else None
         if dtype is not None:
-            element = None if pad is None else _as_element(pad, dtype, str(pad))
+            element = None if pad is None else _as_element(pad, dtype)
             if element is None and pad is not None:
                 msg = f"pad={pad!r} for {_place(0, keys)}: {dtype} does not hold it"
                 raise ValueError(msg)
@@ -185,11 +183,8 @@ def _as_arrays(samples: Sequence[Any], keys: _Keys, pad: float) -> list[np.ndarr
 
 
 @functools.lru_cache
-def _as_element(pad: float, dtype: torch.dtype, _name: str) -> Tensor | None:
-    """Return the padding as an element of a dtype; None if the dtype does not hold it.
-
-    The name keeps 0.0 and -0.0 apart, which are equal.
-    """
+def _as_element(pad: float, dtype: torch.dtype) -> Tensor | None:
+    """Return the padding as an element of a dtype; None if the dtype does not hold it."""
     try:
         element = torch.tensor(pad, dtype=dtype, device=_CPU)
         if dtype.is_floating_point or dtype.is_complex:
@@ -210,16 +205,6 @@ def _items_of(sample: Any) -> dict[Any, Any] | None:
 def _place(index: int | str, keys: _Keys) -> str:
     """Say where in a batch something lies."""
     return f"samples[{index}]" + "".join(f"[{key!r}]" for key in keys)
-
-
-def _check_pad(pad: Any, name: str) -> None:
-    """Raise an error unless it is a number, None, or a mapping of these, nested or not."""
-    if isinstance(pad, Mapping):
-        for key, value in pad.items():
-            _check_pad(value, f"{name}[{key!r}]")
-    elif not (pad is None or isinstance(pad, numbers.Real)):
-        msg = f"{name}={pad!r}: expected a number, or a mapping in the structure of a sample"
-        raise TypeError(msg)
 
 
 class FasterCollate:

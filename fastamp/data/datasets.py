@@ -38,15 +38,12 @@ class ArrayDataset(Dataset[Any]):
         arrays: with the same first dimension, of any dtype. `ArrayDataset((x, y))` is
             `ArrayDataset(x, y)`.
         augment: a list of augmentations of the first array, made in its order, on the device of
-            the batch: `fastamp.RandomCrop` and `fastamp.RandomHorizontalFlip`. Its images have the
-            shape (channels, height, width), with any number of dimensions in front, or none for
-            (height, width).
+            the batch: `fastamp.RandomCrop` and `fastamp.RandomHorizontalFlip`, which draw by the
+            sample's place in the epoch, as `fastamp.sample_rng`. The images have the shape (...,
+            height, width).
 
     Attributes:
         arrays: what was passed, a tuple or a dict; it may be replaced between two passes.
-        augment: the augmentations, a tuple.
-
-    The random draws are of the sample's place in the epoch, as those of `fastamp.sample_rng`.
 
     Raises:
         TypeError: an array is no tensor or NumPy array with a first dimension, an augmentation is

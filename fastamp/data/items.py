@@ -121,15 +121,14 @@ def as_list(rows: Any) -> Any:
     return [*rows] if isinstance(rows, range) else rows
 
 
-class WorkerJobs(Iterator[Any]):
+class WorkerJobs:
     """What stands in the sampler's place in torch's loader: batches with their places."""
 
     def __init__(self, jobs: Iterator[Any]) -> None:
         self.jobs = jobs
 
-    def __next__(self) -> Any:
-        rows, order, number = next(self.jobs)
-        return as_list(rows), order, number
+    def __iter__(self) -> Iterator[Any]:
+        return ((as_list(rows), order, number) for rows, order, number in self.jobs)
 
 
 class WorkerItems(Dataset[Any]):

@@ -12,7 +12,6 @@ from weakref import ref
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp.data.arrays import Columns
@@ -38,7 +37,6 @@ from fastamp.data.sample_rng import Batch, Order, draw_seed, find_pass_key, gene
 from fastamp.data.sources import Gathered, find_columns
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
-_TORCHS_FUNCTIONS = {**torch_collate.default_collate_fn_map}
 _OPTIONS = (
     "in_order",
     "multiprocessing_context",
@@ -118,17 +116,20 @@ class Making:
     def __init__(self, loader: Any, position: Position, device: torch.device | None) -> None:
         self.loader, self.own, self.position = loader, loader._fastamp, position
         self.device, self.single = device, not loader._auto_collation
-        self.generator = torch.Generator()
-        """Draws the seed of workers once more, in torch's own iterator."""
-        seed = self.own.seed
+        own = self.own
+        self.source = loader.generator or torch.default_generator
+        """What the seed of workers is drawn from, as torch does, if there is no `seed`."""
+        if loader.generator is None and own.seed is not None and own.share is None:
+            self.source = seeded(own.seed + position.epoch)
+        self.generator: torch.Generator | None = None
+        """Draws that seed once more, in torch's own iterator."""
+        seed = own.seed
         if seed is None and isinstance(loader.sampler, SeededSampler):
             seed = loader.sampler.seed  # the loader was made anew of another one's attributes
-        self.plan = Plan(
-            find_batches(loader), self.single, seed, self.own.share, find_source(loader)
-        )
+        self.plan = Plan(find_batches(loader), self.single, seed, own.share, find_source(loader))
         pinned = (loader.pin_memory or (device is not None and device.type == "cuda")) and can_pin()
-        if self.own.memory is None or self.own.memory.pinned != pinned:
-            self.own.memory = Memory(pinned=pinned, max_bytes=self.own.max_bytes)
+        if own.memory is None or own.memory.pinned != pinned:
+            own.memory = Memory(pinned=pinned, max_bytes=own.max_bytes)
 
     def begin(self) -> Iterator[Made | Failed]:
         """Return the batches, on their device."""
@@ -140,9 +141,9 @@ class Making:
         if isinstance(columns, Columns):
             items = Items(dataset, loader.collate_fn, single=False)
             gathered = Gathered(columns, self.own.memory, items, self.own.max_bytes)
-            if device is None or is_same(gathered.device, device):
-                device = None
-            elif device.type == "cuda" and gathered.device.type == "cpu":
+            if device is not None and device.type == gathered.device.type:
+                device = None if device.index in (None, gathered.device.index) else device
+            elif device is not None and device.type == "cuda":
                 return self._ahead(gathered, device)
             batches = here(gathered.make, self._jobs())
         elif is_stream and not (loader.num_workers or isinstance(dataset, IterDataPipe)):
@@ -181,19 +182,16 @@ class Making:
         """Begin the order."""
         return self.plan.begin(self.position, self._draw_base)
 
-    def _draw_base(self, apart: bool = False) -> None:  # noqa: FBT001, FBT002 - one argument
+    def _draw_base(self, apart: bool) -> None:  # noqa: FBT001 - one argument
         """Draw the seed of workers as torch's iterators do; workers that persist keep theirs.
 
         A pass that is begun again draws it apart from the program's generators.
         """
         own, position, seed = self.own, self.position, self.plan.seed
         if own.base_seed is None or not self.loader.persistent_workers:
-            source = self.loader.generator or torch.default_generator
-            if apart:
-                source = seeded(position.sample_seed or 0)
-            elif self.loader.generator is None and own.seed is not None and own.share is None:
-                source = seeded(own.seed + position.epoch)
-            self.generator.set_state(source.get_state())
+            source = seeded(position.sample_seed or 0) if apart else self.source
+            if self.generator is not None:
+                self.generator.set_state(source.get_state())
             own.base_seed = draw_seed(source)
         if position.sample_seed is None:
             position.sample_seed = own.base_seed if seed is None else seed
@@ -221,10 +219,11 @@ class Making:
         """
         loader, own, inner = self.loader, self.own, self.own.inner
         order: Any = None
+        self.generator = torch.Generator()
         dataset, worker_init_fn = loader.dataset, loader.worker_init_fn
         is_stream = isinstance(dataset, IterableDataset)
         if is_stream:
-            self._draw_base()
+            self.generator = self.source
         elif is_replaced():
             order, inner = (as_list(rows) for rows, *_ in self._jobs()), None
         else:
@@ -242,7 +241,9 @@ class Making:
         """Return torch's loader with the options of this one; its own thread pins the batches."""
         loader = self.loader
         options = {name: getattr(loader, name) for name in _OPTIONS}
-        options |= {"generator": self.generator, "pin_memory": self.own.memory.pinned}
+        is_torchs = self.generator is torch.default_generator
+        options["generator"] = None if is_torchs else self.generator
+        options["pin_memory"] = self.own.memory.pinned
         if not loader.num_workers:
             options["prefetch_factor"] = None
         if order is None:
@@ -258,6 +259,7 @@ class Making:
     def _read_stream(self) -> Iterator[Made | Failed]:
         """Read an iterable dataset from its state on, or again up to the position."""
         position, dataset = self.position, self.loader.dataset
+        self.generator = torch.Generator()
         self._draw_base(position.sample_seed is not None)
         order = Order(find_pass_key(position.sample_seed or 0, position.epoch))
         if position.dataset_state is not None:
@@ -279,12 +281,7 @@ def is_replaced() -> bool:
     return _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
 
 
-def is_same(one: torch.device, other: torch.device) -> bool:
-    """Say whether a device is another one, which may be the current one of its type."""
-    return one.type == other.type and other.index in (None, one.index)
-
-
-def find_way(loader: Any) -> Columns | str:  # noqa: PLR0911 - one for each reason
+def find_way(loader: Any) -> Columns | str:
     """Return the columns that a loader gathers, or why it reads its dataset item by item."""
     if is_replaced():
         return "torch's iterators are replaced"
@@ -297,8 +294,6 @@ def find_way(loader: Any) -> Columns | str:  # noqa: PLR0911 - one for each reas
         return "collate_fn pads"
     if type(collate_fn) is not BatchCollator and collate_fn is not default_collate:
         return "collate_fn is the user's"
-    if torch_collate.default_collate_fn_map != _TORCHS_FUNCTIONS:
-        return "default_collate_fn_map has functions of the user's"
     return find_columns(loader.dataset, loader._fastamp.max_bytes)
 
 

@@ -14,8 +14,8 @@ from fastamp.data.position import Position
 
 _STARVED_SHARE = 0.05
 _EXPLAINED_SHARE = 0.75  # of the waiting, by the cause that is named
-_INTERRUPTED = (
-    "this pass was interrupted in the middle of a batch: "
+_BROKEN = (
+    "this pass was interrupted or failed in the middle of a batch: "
     "loader.load_state_dict(loader.state_dict()) lets the next one begin after the last batch "
     "delivered"
 )
@@ -96,8 +96,7 @@ class LoaderPass(Iterator[Any]):
     ) -> None:
         self._batches, self.position, self._stats = batches, position, stats
         self._length = length
-        self.ended = self.interrupted = False
-        self._broken = ""
+        self.ended = self.broken = False
         self._left_s = 0.0  # when the last batch was delivered
 
     def __len__(self) -> int:
@@ -105,8 +104,8 @@ class LoaderPass(Iterator[Any]):
 
     @untraced
     def __next__(self) -> Any:
-        if self._broken:
-            raise RuntimeError(self._broken)
+        if self.broken:
+            raise RuntimeError(_BROKEN)
         stats, position, start_s = self._stats, self.position, time.perf_counter()
         try:
             made: Any = next(self._batches) if not is_profiling() else _profiled(self._batches)
@@ -127,12 +126,9 @@ class LoaderPass(Iterator[Any]):
                 stats.elapsed_s += start_s - (self._left_s or start_s)
             self.ended = True
             raise
-        except Exception:  # of a sampler, a timeout or a dead worker: no batch has come
-            if isinstance(self._batches, GeneratorType):
-                self._broken = "this pass ended with an error: begin another one"
-            raise
-        except BaseException:  # Ctrl-C, anywhere: a sampler or a runner may be left halfway
-            self._broken, self.interrupted = _INTERRUPTED, True
+        except BaseException as error:  # no batch has come: of a sampler, a timeout, a dead worker
+            is_ctrl_c = not isinstance(error, Exception)  # a sampler or a runner may be halfway
+            self.broken = is_ctrl_c or isinstance(self._batches, GeneratorType)
             raise
         position.batch += 1
         errors = [made.error]

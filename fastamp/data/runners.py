@@ -31,8 +31,7 @@ _own = _Own()
 def get_worker_info() -> Any:
     """Return the id, num_workers, seed and dataset of the worker that runs this; None elsewhere.
 
-    As torch's function, which knows processes only, and returns None in threads. There the dataset
-    is the thread's shallow copy, and nothing is seeded with the seed.
+    In threads, which torch's function does not know, nothing is seeded with the seed.
 
     Example:
         >>> class Worker(torch.utils.data.Dataset):
@@ -58,9 +57,8 @@ def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made | Failed]:
 class InThreads(Iterator[Made | Failed]):
     """Batches that threads make in turn, delivered in order. The threads end with this object.
 
-    Ctrl-C interrupts the loop's thread anywhere. Between taking a lock of Python's `threading` and
-    the block that gives it back, the lock stays taken, and the threads of `concurrent.futures` wait
-    for it forever. So the loop's thread only uses queues, which are written in C.
+    Ctrl-C may interrupt the loop's thread between taking a lock of `threading` and giving it back,
+    and the threads of `concurrent.futures` then wait forever. So it only uses queues, written in C.
     """
 
     def __init__(

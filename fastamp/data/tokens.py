@@ -30,24 +30,22 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     as int64. Windows do not overlap; a last piece that is too short is left out.
 
     Args:
-        path_or_array: a file of raw tokens or a `.npy` file, which is mapped, not read; or a
-            one-dimensional array or tensor on the CPU, which is shared unless it has strides. A
-            list of these is one sequence, which a loader reads window by window, with workers if
-            they are given. Other processes open files again by their paths.
+        path_or_array: a file of raw tokens or a `.npy` file, which is mapped; or a one-dimensional
+            array or tensor on the CPU. A list of these is one sequence, which a loader reads window
+            by window.
         block_size: tokens in a window.
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
         header: bytes to skip at the beginning of each raw file.
         random_offsets: let each window begin anywhere, at a place that is drawn for each sample, as
-            `fastamp.sample_rng` does: anew in each epoch, and the same in a pass that is resumed,
-            with any number of workers. An epoch has as many windows as without.
+            by `fastamp.sample_rng`. An epoch has as many windows as without.
 
     Raises:
         OSError: the file cannot be read.
         TypeError: NumPy does not know `dtype`.
         ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
-            `block_size` is below 1; a `.npy` file is damaged; or `header` is more than a file has,
-            or is given for anything but raw files.
+            `block_size` is below 1; or `header` is more than a file has, or is given for anything
+            but raw files.
 
     Example:
         >>> dataset = fastamp.TokenDataset(np.arange(10, dtype=np.uint16), block_size=4)
@@ -163,13 +161,7 @@ def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[A
 
 def _open(source: Any) -> npt.NDArray[Any]:
     """Return the tokens of a .npy file or an array."""
-    try:
-        tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
-    except OSError:
-        raise
-    except Exception as error:  # NumPy's parser raises errors of many types
-        msg = f"path_or_array: {source} cannot be read: {error}"
-        raise ValueError(msg) from error
+    tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
     return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
 
 

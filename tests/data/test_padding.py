@@ -141,6 +141,7 @@ def test_padding_needs_one_number_of_dimensions(backend):
         (-1, [torch.ones(1, dtype=torch.uint8)], ValueError, "torch.uint8 does not hold it"),
         (math.inf, [torch.ones(1, dtype=torch.int32)], ValueError, "torch.int32 does not hold it"),
         (math.nan, [[1], [1, 2]], ValueError, "torch.int64 does not hold it"),
+        ("0", [[1]], ValueError, "pad='0' for samples[0]: torch.int64 does not hold it"),
         (2**63, [[1]], ValueError, "pad=9223372036854775808 for samples[0]: torch.int64 does not"),
     ],
 )
@@ -150,8 +151,6 @@ def test_bad_padding_is_refused_at_the_first_batch(backend, pad, samples, error,
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(TypeError, match=re.escape("pad['a']['b']='0': expected a number")):
-        fastamp.BatchCollator({"a": {"b": "0"}})
     for multiple in (0, -8, 1.5, None, 2**63):
         with pytest.raises(ValueError, match=f"pad_multiple: expected an integer.*got {multiple}"):
             fastamp.BatchCollator(pad=0, pad_multiple=multiple)

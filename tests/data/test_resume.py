@@ -7,7 +7,6 @@ import json
 import pickle
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 from support.loading import Squares, assert_same, generator, make_array
@@ -147,16 +146,6 @@ def test_a_pass_that_cannot_begin_leaves_the_loaded_position(error, monkeypatch)
         assert_same(resumed.state_dict(), state)
         assert_same(list(resumed), whole[3:])
         assert resumed.state_dict()["epoch"] == 1
-
-
-def test_numbers_of_numpy_are_taken_as_epochs_and_ranks():
-    def state(integer):
-        ranks = {"rank": integer(0), "world_size": integer(2)}
-        loader = fastamp.DataLoader(X, 2, shuffle=True, seed=integer(1), **ranks)
-        loader.set_epoch(integer(3))
-        return json.dumps(loader.state_dict())
-
-    assert state(np.int64) == state(int)
 
 
 def test_set_epoch_of_the_loaded_epoch_keeps_the_position(backend):

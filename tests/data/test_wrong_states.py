@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from support.loading import Squares, assert_same, make_array
@@ -41,36 +39,6 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
         with pytest.raises(ValueError, match=r"expected what DataLoader\.state_dict returns"):
             loader.load_state_dict(state)
     assert_same(loader.state_dict(), expected)
-
-
-INTEGER = "expected an integer of at least 0"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("epoch", torch.tensor(3), INTEGER),
-        ("batch", 1.5, INTEGER),
-        ("batch", None, INTEGER),
-        ("consumed", True, INTEGER),
-        ("told_epoch", "1", INTEGER),
-        ("order", "a", INTEGER),
-        ("sample_seed", -1, INTEGER),
-        ("batch_size", torch.tensor([4, 4]), "the loader's 4"),
-        ("drop_last", None, "the loader's False"),
-    ],
-)
-def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value, message, backend):
-    loader = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
-    next(iter(loader))
-    state = loader.state_dict()
-    kept = copy.deepcopy(state)
-    with pytest.raises(ValueError, match=f"^state: its {key}.*{message}"):
-        loader.load_state_dict({**state, key: value})
-    without = {name: value for name, value in state.items() if name != key}
-    with pytest.raises(ValueError, match=key):
-        loader.load_state_dict(without)
-    assert_same(loader.state_dict(), kept)
 
 
 def test_a_sharded_loader_whose_batches_come_in_any_order_has_no_state():
