@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import untraced
-from fastamp.data.items import Failed, Made, attempt, change, is_end
+from fastamp.data.items import Made, attempt, change, is_end
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
 from fastamp.data.runners import InThreads
@@ -64,7 +64,7 @@ class CudaCopies:
     def __del__(self) -> None:
         self.settle()
 
-    def take(self, batches: Iterator[Made | Failed]) -> Made | Failed:
+    def take(self, batches: Iterator[Made]) -> Made:
         """Take the next batch, and begin its copy."""
         self.settle()
         made = next(batches)
@@ -125,12 +125,12 @@ class CudaCopies:
 
 
 def copy_all(
-    batches: Iterator[Made | Failed],
+    batches: Iterator[Made],
     device: torch.device | None,
     *,
     ahead: bool = False,
     thread: bool = False,
-) -> Iterator[Made | Failed]:
+) -> Iterator[Made]:
     """Return batches on a device; with `ahead` on the way to CUDA, or `thread`, one is ahead."""
     copies = CudaCopies(device) if device is not None and device.type == "cuda" else None
     grad = torch.is_grad_enabled()
@@ -140,14 +140,14 @@ def copy_all(
     elif device is not None:
         taken = map(partial(change, partial(to_device, device)), batches)
 
-    def begin(_number: int) -> Callable[[], Made | Failed]:
+    def begin(_number: int) -> Callable[[], Made]:
         torch.set_grad_enabled(grad)
         if copies is not None:
             copies.enter_thread()
         return partial(next, taken)
 
     if thread:
-        made: Iterator[Made | Failed] = InThreads(1, "fastamp", begin, repeat(()), ahead=1)
+        made: Iterator[Made] = InThreads(1, "fastamp", begin, repeat(()), ahead=1)
     else:
         made = one_ahead(taken) if ahead and copies is not None else taken
     return made if copies is None else map(partial(change, copies.deliver), made)
@@ -158,7 +158,7 @@ def to_device(device: torch.device, batch: Any) -> Any:
     return map_tensors(lambda t: t.to(device), batch, movable=True)
 
 
-def one_ahead(batches: Iterator[Made | Failed]) -> Iterator[Made | Failed]:
+def one_ahead(batches: Iterator[Made]) -> Iterator[Made]:
     """Take each batch before the one in front of it is delivered."""
     taken = deque([attempt(next, (batches,))])
     while not is_end(taken[0]):
@@ -221,7 +221,7 @@ class Prefetcher(Iterable[T], Generic[T]):
             return own
         # Only copies are worth it: an iterable may write all batches into the same memory.
         ahead = not has_state(self._iterable)
-        batches: Iterator[Made | Failed] = map(Made, iter(self._iterable))
+        batches: Iterator[Made] = map(Made, iter(self._iterable))
         batches = copy_all(batches, self._device, ahead=ahead, thread=self._thread)
         return LoaderPass(batches, Position(), LoaderStats(), self.__len__)
 

@@ -18,7 +18,6 @@ from fastamp.data.arrays import Columns
 from fastamp.data.collate import BatchCollator, FasterCollate
 from fastamp.data.copies import CudaCopies, copy_all
 from fastamp.data.items import (
-    Failed,
     Items,
     Made,
     WorkerItems,
@@ -131,7 +130,7 @@ class Making:
         if own.memory is None or own.memory.pinned != pinned:
             own.memory = Memory(pinned=pinned, max_bytes=own.max_bytes)
 
-    def begin(self) -> Iterator[Made | Failed]:
+    def begin(self) -> Iterator[Made]:
         """Return the batches, on their device."""
         loader, device, columns = self.loader, self.device, find_way(self.loader)
         dataset, state = loader.dataset, self.position.dataset_state
@@ -158,7 +157,7 @@ class Making:
             return batches
         return copy_all(batches, device)
 
-    def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made | Failed]:
+    def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made]:
         """Return gathered batches; a thread gathers the next one, and begins its copy."""
         copies = CudaCopies(device)
 
@@ -196,7 +195,7 @@ class Making:
         if position.sample_seed is None:
             position.sample_seed = own.base_seed if seed is None else seed
 
-    def _in_threads(self) -> Iterator[Made | Failed]:
+    def _in_threads(self) -> Iterator[Made]:
         loader, count, jobs = self.loader, self.loader.num_workers, self._jobs()
         grad, ahead = torch.is_grad_enabled(), max(1, loader.prefetch_factor * count)
 
@@ -211,7 +210,7 @@ class Making:
 
         return InThreads(count, "fastamp worker", begin, jobs, ahead=ahead)
 
-    def _by_torch(self) -> Iterator[Made | Failed]:
+    def _by_torch(self) -> Iterator[Made]:
         """Return the batches of torch's own loader: its worker processes make them.
 
         It reads pipes too, and the dataset and its indices where a program has replaced what
@@ -256,7 +255,7 @@ class Making:
         options["collate_fn"] = hand_on if is_made else self._items(dataset).collate_fn
         return TorchDataLoader(dataset, worker_init_fn=worker_init_fn, **options)
 
-    def _read_stream(self) -> Iterator[Made | Failed]:
+    def _read_stream(self) -> Iterator[Made]:
         """Read an iterable dataset from its state on, or again up to the position."""
         position, dataset = self.position, self.loader.dataset
         self.generator = torch.Generator()

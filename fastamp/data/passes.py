@@ -9,7 +9,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from fastamp._ops import is_profiling, untraced
-from fastamp.data.items import Failed, Made, reraise
+from fastamp.data.items import Made, reraise
 from fastamp.data.position import Position
 
 _STARVED_SHARE = 0.05
@@ -89,7 +89,7 @@ class LoaderPass(Iterator[Any]):
 
     def __init__(
         self,
-        batches: Iterator[Made | Failed],
+        batches: Iterator[Made],
         position: Position,
         stats: LoaderStats,
         length: Callable[[], int],
@@ -113,8 +113,8 @@ class LoaderPass(Iterator[Any]):
             stats.wait_s += end_s - start_s
             stats.elapsed_s += end_s - (self._left_s or start_s)
             self._left_s = end_s
-            if type(made) is not Failed:
-                batch, getitem_s, collate_s, copy_s = made
+            batch, getitem_s, collate_s, copy_s, error = made
+            if error is None:
                 stats.batches += 1
                 stats.getitem_s += getitem_s
                 stats.collate_s += collate_s
@@ -126,13 +126,13 @@ class LoaderPass(Iterator[Any]):
                 stats.elapsed_s += start_s - (self._left_s or start_s)
             self.ended = True
             raise
-        except BaseException as error:  # no batch has come: of a sampler, a timeout, a dead worker
-            is_ctrl_c = not isinstance(error, Exception)  # a sampler or a runner may be halfway
+        except BaseException as raised:  # no batch has come: of a sampler, a timeout, a dead worker
+            is_ctrl_c = not isinstance(raised, Exception)  # a sampler or a runner may be halfway
             self.broken = is_ctrl_c or isinstance(self._batches, GeneratorType)
             raise
         position.batch += 1
-        errors = [made.error]
-        del made  # the error's traceback refers to this frame
+        errors = [error]
+        del made, error  # whose traceback refers to this frame
         reraise(errors.pop())
         return None
 

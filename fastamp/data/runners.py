@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.items import Failed, Made, Make, attempt, is_end, reraise
+from fastamp.data.items import Made, Make, attempt, is_end, reraise
 
 
 class _Own(threading.local):
@@ -48,13 +48,13 @@ def get_worker_info() -> Any:
     return torch_worker_info() if _own.info is None else _own.info
 
 
-def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made | Failed]:
+def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made]:
     """Make each batch when it is asked for."""
     for job in jobs:
         yield attempt(make, job)
 
 
-class InThreads(Iterator[Made | Failed]):
+class InThreads(Iterator[Made]):
     """Batches that threads make in turn, delivered in order. The threads end with this object.
 
     Ctrl-C may interrupt the loop's thread between taking a lock of `threading` and giving it back,
@@ -83,7 +83,7 @@ class InThreads(Iterator[Made | Failed]):
             )
             start_apart(threads[-1], begun)
             found = [begun.get()]
-            if type(found[0]) is Failed:
+            if found[0] is not None:
                 reraise(found.pop().error)  # which no frame holds
         self._submit(ahead)
 
@@ -92,14 +92,14 @@ class InThreads(Iterator[Made | Failed]):
             self._under_way.append(SimpleQueue())
             next(self._turns).put((self._under_way[-1], job))
 
-    def __next__(self) -> Made | Failed:
+    def __next__(self) -> Made:
         self._submit(1)
         made = [self._under_way.popleft().get()] if self._under_way else []
         if not made or is_end(made[0]):
             self._under_way.clear()
             self._end()
             raise StopIteration
-        batch: Made | Failed = made.pop()
+        batch: Made = made.pop()
         return batch
 
 
@@ -110,7 +110,7 @@ def start_apart(thread: threading.Thread, begun: Any) -> None:
         try:
             thread.start()
         except RuntimeError as error:
-            begun.put(Failed(error))
+            begun.put(Made(error=error))
 
     _thread.start_new_thread(start, ())
 
@@ -121,7 +121,7 @@ def _serve(queue: Any, _owner: Any, begin: Callable[[], Any], begun: Any) -> Non
         make = begin()
         begun.put(None)
     except BaseException as error:  # noqa: BLE001 - raised in the loop: also SystemExit
-        begun.put(Failed(error))
+        begun.put(Made(error=error))
         return
     del begin, begun
     while type(job := queue.get()) is tuple:
@@ -129,7 +129,7 @@ def _serve(queue: Any, _owner: Any, begin: Callable[[], Any], begun: Any) -> Non
         try:
             reply.put(make(*arguments))
         except BaseException as error:  # noqa: BLE001
-            reply.put(Failed(error))
+            reply.put(Made(error=error))
         del job, reply, arguments
 
 
