@@ -227,10 +227,9 @@ class FasterCollate:
 
 def _nbytes_of(sample: Any) -> int:
     """Return about how many bytes the tensors of a sample take."""
-    if isinstance(sample, Mapping):
-        return sum(map(_nbytes_of, sample.values()))
-    if isinstance(sample, list | tuple):
-        return sum(map(_nbytes_of, sample))
+    contents = contents_of(sample)
+    if contents is not None:
+        return sum(map(_nbytes_of, contents.values()))
     if isinstance(sample, Tensor) and sample.layout is not torch.strided:
         return 0
     nbytes = getattr(sample, "nbytes", 0)

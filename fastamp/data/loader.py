@@ -109,7 +109,13 @@ class DataLoader(TorchDataLoader[T_co]):
             "persistent_workers": persistent_workers,
             "iterable dataset": isinstance(dataset, IterableDataset),
         }
-        _check_worker(worker, [*filter(of_processes.get, of_processes)])
+        given = [*filter(of_processes.get, of_processes)]
+        if worker not in (None, "process", "thread"):
+            msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
+            raise ValueError(msg)
+        if worker == "thread" and given:
+            msg = f"{given[0]}: expected worker='process' with it, got worker='thread'"
+            raise ValueError(msg)
         dataset, share = by_name(dataset), None
         if shard or rank is not None or world_size is not None:
             if type(sampler) is SequentialSampler:  # Lightning's, to overfit
@@ -287,16 +293,6 @@ class DataLoader(TorchDataLoader[T_co]):
 
 
 _GET_ITERATOR = DataLoader._get_iterator
-
-
-def _check_worker(worker: str | None, of_processes: list[str]) -> None:
-    """Raise an error for an unknown kind of workers, and for arguments that threads do not take."""
-    if worker not in (None, "process", "thread"):
-        msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
-        raise ValueError(msg)
-    if worker == "thread" and of_processes:
-        msg = f"{of_processes[0]}: expected worker='process' with it, got worker='thread'"
-        raise ValueError(msg)
 
 
 def find_share_of(loader: Any) -> Share | None:

@@ -146,32 +146,28 @@ def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[A
     """Return the tokens of all files and arrays, which have one dtype."""
     parts: list[npt.NDArray[Any]] = []
     for i, source in enumerate(sources):
-        is_raw = isinstance(source, Path) and source.suffix.lower() != ".npy"
-        parts.append(_map(source, dtype, header) if is_raw else _open(source))
+        parts.append(part := _open(source, dtype, header))
         expected = parts[0].dtype if dtype is None else dtype
-        if parts[i].ndim != 1 or expected not in _DTYPES or parts[i].dtype != expected:
+        if part.ndim != 1 or expected not in _DTYPES or part.dtype != expected:
             kind = expected if expected in _DTYPES else _NAMES
             msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's byte "
-            raise ValueError(msg + f"order, got shape {parts[i].shape} of {parts[i].dtype}")
-        if header and not is_raw:
-            msg = f"header={header}: expected 0, since path_or_array[{i}] is no file of raw tokens"
-            raise ValueError(msg)
+            raise ValueError(msg + f"order, got shape {part.shape} of {part.dtype}")
     return parts
 
 
-def _open(source: Any) -> npt.NDArray[Any]:
-    """Return the tokens of a .npy file or an array."""
-    tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
-    return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
-
-
-def _map(path: Path, dtype: Any, header: int) -> npt.NDArray[Any]:
-    """Map a file of raw tokens."""
+def _open(source: Any, dtype: Any, header: int) -> npt.NDArray[Any]:
+    """Return the tokens of an array, or of a file, which is mapped."""
+    if not isinstance(source, Path) or source.suffix.lower() == ".npy":
+        if header:
+            msg = f"header={header}: expected 0 for anything but files of raw tokens"
+            raise ValueError(msg)
+        tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
+        return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
     kind = np.dtype(np.uint16 if dtype is None else dtype)
-    nbytes = path.stat().st_size
+    nbytes = source.stat().st_size
     if nbytes < header or (nbytes - header) % kind.itemsize:
-        msg = f"{path} has {nbytes} bytes: expected {header} of a header and a multiple of "
+        msg = f"{source} has {nbytes} bytes: expected {header} of a header and a multiple of "
         raise ValueError(msg + f"{kind.itemsize} of tokens, for dtype {kind}")
     if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
         return np.empty(0, kind)
-    return np.memmap(path, kind, "r", offset=header)
+    return np.memmap(source, kind, "r", offset=header)
