@@ -102,13 +102,12 @@ class ArrayDataset(Dataset[Any]):
 
 def by_name(dataset: Any) -> Any:
     """Return a dict of arrays, with strings as keys, as an ArrayDataset; any other as it is."""
-    if type(dataset) is not dict or not all(type(key) is str for key in dataset):
-        return dataset
-    leaves = tree_leaves(dataset)
-    if not leaves or not all(map(_has_rows, leaves)):
-        return dataset
-    count_rows(dataset, "dataset")  # raises an error with the caller's name of it
-    return ArrayDataset(dataset)
+    if type(dataset) is dict and all(type(key) is str for key in dataset):
+        leaves = tree_leaves(dataset)
+        if leaves and all(map(_has_rows, leaves)):
+            count_rows(dataset, "dataset")  # raises an error with the caller's name of it
+            return ArrayDataset(dataset)
+    return dataset
 
 
 def count_rows(tree: Any, name: str) -> int:

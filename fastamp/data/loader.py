@@ -249,9 +249,9 @@ class DataLoader(TorchDataLoader[T_co]):
         The number of workers may differ.
 
         Raises:
-            ValueError: the state is another version's, or of a loader with another sampler, batch
-                size, `drop_last`, length of the dataset, seed or source of randomness. Nothing is
-                changed then.
+            ValueError: the state is damaged, another version's, or of a loader with another
+                sampler, batch size, `drop_last`, length of the dataset, seed or source of
+                randomness. Nothing is changed then.
             TypeError: see `state_dict`.
         """
         check_state(self)

@@ -217,11 +217,10 @@ class Making:
         torch's iterators do for each batch.
         """
         loader, own, inner = self.loader, self.own, self.own.inner
+        dataset, worker_init_fn = loader.dataset, loader.worker_init_fn
         order: Any = None
         self.generator = torch.Generator()
-        dataset, worker_init_fn = loader.dataset, loader.worker_init_fn
-        is_stream = isinstance(dataset, IterableDataset)
-        if is_stream:
+        if isinstance(dataset, IterableDataset):
             self.generator = self.source
         elif is_replaced():
             order, inner = (as_list(rows) for rows, *_ in self._jobs()), None
@@ -233,7 +232,7 @@ class Making:
                 (inner.sampler if self.single else inner.batch_sampler).jobs = order.jobs
         if inner is None:
             inner = self._torchs(dataset, order, worker_init_fn)
-            own.inner = inner if loader.persistent_workers else None
+            own.inner = inner if loader.persistent_workers and not is_replaced() else None
         return iter(inner) if isinstance(dataset, WorkerItems) else map(Made, iter(inner))
 
     def _torchs(self, dataset: Any, order: Any = None, worker_init_fn: Any = None) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastamp.data.checks import as_integer
+
 VERSION = 3
 
 
@@ -31,6 +33,9 @@ class Position:
     """Of a dataset that has a state, and is read in the loop's process."""
 
 
+_NAMES = tuple(field.name for field in fields(Position))
+
+
 def has_state(owner: Any) -> bool:
     """Say whether a dataset, a sampler or a loader can be asked for its state, and take one."""
     return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
@@ -52,17 +57,28 @@ def decode(state: Any, identity: dict[str, Any]) -> Position:
         identity: what the loaders that saved and load it must have in common, by its name.
 
     Raises:
-        ValueError: the state is of another version, or of another loader.
+        ValueError: the state is of another version, or of another loader; or one of its keys is
+            missing, or not what is expected of it.
     """
-    if not isinstance(state, dict) or state.get("version") != VERSION:
-        msg = f"state: expected what DataLoader.state_dict returns, version {VERSION}, got "
-        raise ValueError(msg + f"{state!r:.80}")
+    version = state.get("version") if isinstance(state, dict) else None
+    missing = [] if version is None else [name for name in _NAMES if name not in state]
+    if type(version) is not int or version != VERSION or missing:
+        msg = f"state: expected what DataLoader.state_dict returns, version {VERSION}: got version "
+        raise ValueError(msg + f"{version!r}, without {missing}")
     for name, ours in identity.items():
-        if state[name] != ours:
-            msg = f"state: its {name} is {state[name]!r}, the loader's {ours!r}"
+        value = state.get(name)
+        if type(value) is not type(ours) or value != ours:
+            msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
             raise ValueError(msg)
-    values = {field.name: state[field.name] for field in fields(Position)}
-    if values["generator"] is not None:
-        decoded = bytearray(b64decode(values["generator"]))
-        values["generator"] = torch.frombuffer(decoded, dtype=torch.uint8)
+    for name in ("epoch", "batch", "consumed", "sample_seed", "order", "told_epoch"):
+        optional = name in ("sample_seed", "order", "told_epoch")
+        as_integer(f"state: its {name}", state[name], least=0, optional=optional)
+    values = {name: state[name] for name in _NAMES}
+    if state["generator"] is not None:
+        try:
+            decoded = bytearray(b64decode(state["generator"], validate=True))
+            values["generator"] = torch.frombuffer(decoded, dtype=torch.uint8)
+        except (TypeError, ValueError) as error:
+            msg = "state: its generator is not the base64 text of a torch.Generator's state"
+            raise ValueError(msg) from error
     return Position(**values)

@@ -161,7 +161,14 @@ def _open(source: Any, dtype: Any, header: int) -> npt.NDArray[Any]:
         if header:
             msg = f"header={header}: expected 0 for anything but files of raw tokens"
             raise ValueError(msg)
-        tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
+        try:
+            is_file = isinstance(source, Path)
+            tokens = open_memmap(source, mode="r") if is_file else np.asarray(source)
+        except OSError:
+            raise
+        except Exception as error:  # NumPy's parser raises errors of many types
+            msg = f"path_or_array: {source} cannot be read: {error}"
+            raise ValueError(msg) from error
         return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
     kind = np.dtype(np.uint16 if dtype is None else dtype)
     nbytes = source.stat().st_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import time
 
@@ -18,8 +19,14 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 X = make_array(torch.float32, 100, 2000)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    assert ends(lambda: not workers())
 
 
 def two_epochs(make, kind, **more):

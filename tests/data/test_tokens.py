@@ -154,6 +154,18 @@ def test_an_index_out_of_bounds_is_named_at_random_offsets():
                 index(bad)
 
 
+@pytest.mark.parametrize(
+    "data", [b"x" * 80, b"PK\3\4" + b"x" * 80, b"\x93NUMPY\1\0v\0{'descr': '|O'}", b"\x80\4N."]
+)
+def test_a_damaged_npy_file_is_refused_by_name(tmp_path, data):
+    path = tmp_path / "t.npy"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"t\.npy cannot be read"):
+        fastamp.TokenDataset(path, 2)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        fastamp.TokenDataset(tmp_path / "missing.npy", 2)
+
+
 def test_tokens_that_do_not_fit_are_refused_by_name(tmp_path):
     raw, saved = tmp_path / "t.bin", tmp_path / "t.npy"
     raw.write_bytes(b"\1" * 9)

@@ -41,6 +41,27 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
     assert_same(loader.state_dict(), expected)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("epoch", torch.tensor(3)),
+        ("batch", None),
+        ("consumed", True),
+        ("told_epoch", "1"),
+        ("sample_seed", -1),
+        ("drop_last", None),
+        ("generator", 3),
+    ],
+)
+def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value):
+    loader = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
+    state = loader.state_dict()
+    without = {name: value for name, value in state.items() if name != key}
+    for wrong in ({**state, key: value}, without):
+        with pytest.raises(ValueError, match=f"^state: .*{key}"):
+            loader.load_state_dict(wrong)
+
+
 def test_a_sharded_loader_whose_batches_come_in_any_order_has_no_state():
     options = {"shard": True, "rank": 0, "world_size": 2}
     loader = fastamp.DataLoader(Squares(40), 2, num_workers=1, in_order=False, **options)
