@@ -6,7 +6,6 @@ to torch's own collate function.
 
 import functools
 import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -35,27 +34,26 @@ _Keys: TypeAlias = tuple[Any, ...]
 class BatchCollator:
     """Collate samples into a batch as `torch.utils.data.default_collate`, but faster.
 
-    Takes what `default_collate` takes, with the same results: tensors, NumPy arrays and scalars,
-    numbers, strings and bytes, nested in mappings, sequences and namedtuples. Takes dataclasses
-    too: their fields are collated and their type is kept, without a call of `__init__`.
-    Memory is allocated once for a leaf and every byte copied once; in a worker it is shared memory.
+    Takes what `default_collate` takes, with the same results, and dataclasses: their fields are
+    collated and their type is kept, without a call of `__init__`. Memory is allocated once for a
+    leaf and every byte copied once; in a worker it is shared memory.
 
     Args:
-        pad: the padding values of leaves whose samples differ in shape, in the structure of a
-            sample: `{"input_ids": 0, "labels": -100}`, `{"text": {"ids": 0}}`, the index as key for
-            sequences, the name for fields, or a number where a sample is itself the leaf. Such a
-            leaf is a tensor, an array, or a list of numbers, which becomes int64, float64 or bool.
+        pad: numbers for leaves whose samples differ in shape, in the structure of a sample:
+            `{"input_ids": 0, "labels": -100}`, `{"text": {"ids": 0}}`, with indices of sequences
+            and names of fields as keys; or one number where a sample is itself the leaf. A leaf is
+            a tensor, an array, or a list of numbers, which becomes int64, float64 or bool.
             Dimensions are padded at their end to the longest sample.
         pad_multiple: round padded dimensions up to a multiple of this: those that differ within
             the batch, and the only dimension of a vector.
 
     Raises:
-        TypeError: `pad` has something other than a number for a leaf, or a number for a leaf that
+        TypeError: at the first batch, `pad` has a mapping for a leaf, or a number for a leaf that
             cannot be padded.
         ValueError: `pad_multiple` is below 1; at the first batch, `pad` has a key that the samples
-            lack, or a number that the dtype cannot hold.
-        RuntimeError: samples differ in shape and `pad` has no number for them: the message names
-            the keys, the index of the sample and both shapes.
+            lack, or what the dtype cannot hold.
+        RuntimeError: samples differ in shape and `pad` has no number for them, or in their number
+            of dimensions: the message names the keys.
 
     Example:
         >>> collate = fastamp.BatchCollator(pad={"ids": 0})
@@ -65,7 +63,6 @@ class BatchCollator:
 
     def __init__(self, pad: Pad = None, *, pad_multiple: int = 1) -> None:
         self.pad_multiple = as_integer("pad_multiple", pad_multiple, least=1, optional=False)
-        _check_pad(pad, "pad")
         self.pad = pad
         self._memory = Memory()
 
@@ -118,7 +115,7 @@ class BatchCollator:
             on_cpu = pad is not None or torch.get_default_device().type == "cpu"
             dtype = torch_dtype(dtype) if on_cpu else None
         if dtype is not None:
-            element = None if pad is None else _as_element(pad, dtype, str(pad))
+            element = None if pad is None else _as_element(pad, dtype)
             if element is None and pad is not None:
                 msg = f"pad={pad!r} for {_place(0, keys)}: {dtype} does not hold it"
                 raise ValueError(msg)
@@ -131,15 +128,8 @@ class BatchCollator:
         try:
             return _collate_as_torch(samples)
         except RuntimeError as error:
-            shapes: list[Any] = [getattr(sample, "shape", None) for sample in samples]
-            index = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
-            # torch refuses sparse tensors, and what has no shape, for what they are.
-            if index is None or None in shapes or "sparse" in str(error):
-                raise
-            msg = f"{_place(index, keys)} has shape {tuple(shapes[index])}, "
-            msg += f"{_place(0, keys)} has shape {tuple(shapes[0])}: "
-            ragged = "padding needs the same number of dimensions"
-            raise RuntimeError(msg + (_hint(keys) if pad is None else ragged)) from error
+            msg = f"{_place('i', keys)}: {error} (`pad` takes a number for shapes that differ)"
+            raise RuntimeError(msg) from error
 
     def _pad(self, samples: Sequence[Any], pad: Tensor) -> Tensor | None:
         """Pad by torch's operators: gradients flow, and dtypes may differ."""
@@ -172,15 +162,9 @@ def _columns(samples: Sequence[Any], names: Iterable[Any], keys: _Keys) -> Itera
         return ([sample[name] for sample in samples] for name in names)
     if not isinstance(first, Sequence):  # a dataclass
         return ([getattr(sample, name) for sample in samples] for name in names)
-    length = len(first)
-    for index, sample in enumerate(() if hasattr(first, "_fields") else samples):
-        if len(sample) != length:
-            msg = (
-                f"{_place(index, keys)} has length {len(sample)}, "
-                f"{_place(0, keys)} has length {length}: each element in list of batch "
-                f"should be of equal size; if they are lists of numbers, {_hint(keys)}"
-            )
-            raise RuntimeError(msg)
+    if not hasattr(first, "_fields") and len({*map(len, samples)}) > 1:
+        msg = f"{_place('i', keys)}: each element in list of batch should be of equal size "
+        raise RuntimeError(msg + "(`pad` takes a number for lists of numbers)")
     return zip(*samples, strict=False)
 
 
@@ -199,11 +183,8 @@ def _as_arrays(samples: Sequence[Any], keys: _Keys, pad: float) -> list[np.ndarr
 
 
 @functools.lru_cache
-def _as_element(pad: float, dtype: torch.dtype, _name: str) -> Tensor | None:
-    """Return the padding as an element of a dtype; None if the dtype does not hold it.
-
-    The name keeps 0.0 and -0.0 apart, which are equal.
-    """
+def _as_element(pad: float, dtype: torch.dtype) -> Tensor | None:
+    """Return the padding as an element of a dtype; None if the dtype does not hold it."""
     try:
         element = torch.tensor(pad, dtype=dtype, device=_CPU)
         if dtype.is_floating_point or dtype.is_complex:
@@ -221,27 +202,9 @@ def _items_of(sample: Any) -> dict[Any, Any] | None:
     return dict(enumerate(sample)) if items is None and is_list else items
 
 
-def _place(index: int, keys: _Keys) -> str:
+def _place(index: int | str, keys: _Keys) -> str:
     """Say where in a batch something lies."""
     return f"samples[{index}]" + "".join(f"[{key!r}]" for key in keys)
-
-
-def _hint(keys: _Keys) -> str:
-    """Say how to pad a leaf."""
-    pad: Any = 0
-    for key in reversed(keys):
-        pad = {key: pad}
-    return f"BatchCollator(pad={pad!r}) pads it"
-
-
-def _check_pad(pad: Any, name: str) -> None:
-    """Raise an error unless it is a number, None, or a mapping of these, nested or not."""
-    if isinstance(pad, Mapping):
-        for key, value in pad.items():
-            _check_pad(value, f"{name}[{key!r}]")
-    elif not (pad is None or isinstance(pad, numbers.Real)):
-        msg = f"{name}={pad!r}: expected a number, or a mapping in the structure of a sample"
-        raise TypeError(msg)
 
 
 class FasterCollate:
@@ -264,10 +227,9 @@ class FasterCollate:
 
 def _nbytes_of(sample: Any) -> int:
     """Return about how many bytes the tensors of a sample take."""
-    if isinstance(sample, Mapping):
-        return sum(map(_nbytes_of, sample.values()))
-    if isinstance(sample, list | tuple):
-        return sum(map(_nbytes_of, sample))
+    contents = contents_of(sample)
+    if contents is not None:
+        return sum(map(_nbytes_of, contents.values()))
     if isinstance(sample, Tensor) and sample.layout is not torch.strided:
         return 0
     nbytes = getattr(sample, "nbytes", 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import untraced
-from fastamp.data.items import Failed, Made, attempt, change, is_end
+from fastamp.data.items import Made, attempt, change, is_end
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
 from fastamp.data.runners import InThreads
@@ -64,7 +64,7 @@ class CudaCopies:
     def __del__(self) -> None:
         self.settle()
 
-    def take(self, batches: Iterator[Made | Failed]) -> Made | Failed:
+    def take(self, batches: Iterator[Made]) -> Made:
         """Take the next batch, and begin its copy."""
         self.settle()
         made = next(batches)
@@ -125,38 +125,32 @@ class CudaCopies:
 
 
 def copy_all(
-    batches: Iterator[Made | Failed],
+    batches: Iterator[Made],
     device: torch.device | None,
     *,
     ahead: bool = False,
     thread: bool = False,
-) -> Iterator[Made | Failed]:
-    """Return batches on a device. The consumer's stream waits for the copies, the host does not.
-
-    Each is taken from its runner, and its copy begun, when it is asked for; on the way to CUDA with
-    `ahead` one batch before that, and with `thread` one before that in a thread.
-    """
+) -> Iterator[Made]:
+    """Return batches on a device; with `ahead` on the way to CUDA, or `thread`, one is ahead."""
     copies = CudaCopies(device) if device is not None and device.type == "cuda" else None
     grad = torch.is_grad_enabled()
+    taken = batches
+    if copies is not None:
+        taken = iter(partial(copies.take, batches), None)
+    elif device is not None:
+        taken = map(partial(change, partial(to_device, device)), batches)
 
-    def take() -> Made | Failed:
-        if copies is not None:
-            return copies.take(batches)
-        made = next(batches)
-        return made if device is None else change(partial(to_device, device), made)
-
-    def begin(_number: int) -> Callable[[], Made | Failed]:
+    def begin(_number: int) -> Callable[[], Made]:
         torch.set_grad_enabled(grad)
         if copies is not None:
             copies.enter_thread()
-        return take
+        return partial(next, taken)
 
-    taken: Iterator[Made | Failed] = iter(take, None)
     if thread:
-        taken = InThreads(1, "fastamp", begin, repeat(()), ahead=1)
-    elif ahead and copies is not None:
-        taken = one_ahead(take)
-    return taken if copies is None else map(partial(change, copies.deliver), taken)
+        made: Iterator[Made] = InThreads(1, "fastamp", begin, repeat(()), ahead=1)
+    else:
+        made = one_ahead(taken) if ahead and copies is not None else taken
+    return made if copies is None else map(partial(change, copies.deliver), made)
 
 
 def to_device(device: torch.device, batch: Any) -> Any:
@@ -164,11 +158,11 @@ def to_device(device: torch.device, batch: Any) -> Any:
     return map_tensors(lambda t: t.to(device), batch, movable=True)
 
 
-def one_ahead(take: Callable[[], Made | Failed]) -> Iterator[Made | Failed]:
+def one_ahead(batches: Iterator[Made]) -> Iterator[Made]:
     """Take each batch before the one in front of it is delivered."""
-    taken = deque([attempt(take, ())])
+    taken = deque([attempt(next, (batches,))])
     while not is_end(taken[0]):
-        taken.append(attempt(take, ()))
+        taken.append(attempt(next, (batches,)))
         yield taken.popleft()
 
 
@@ -178,14 +172,13 @@ def prefetch(
     """Copy the batches of an iterable to a device while the device computes.
 
     1. A batch is taken from the iterable in the caller's thread: for a CUDA device one ahead of the
-       loop. Iterables with a `state_dict`, as a loader's, are asked for a batch when the loop asks:
-       their position is always that of the batch delivered.
-    2. For a CUDA device the tensors are pinned, unless they are, and copied on a side stream, which
-       does not wait for the consumer's. Memory that the iterable itself has pinned may be filled
-       again once the next batch is asked for.
-    3. When the loop asks for the batch, its current stream waits for the copy; the loop does not.
-       The batch is recorded on this stream (`Tensor.record_stream`), so that it may be dropped at
-       any time. If this stream falls 32 batches behind, the caller waits for it.
+       loop; from an iterable with a `state_dict` only when the loop asks, so that its position is
+       that of the batch delivered.
+    2. For a CUDA device the tensors are pinned, unless they are, and copied on a side stream.
+       Memory that the iterable itself has pinned may be filled again once the next batch is asked
+       for.
+    3. When the loop asks for the batch, its current stream waits for the copy; the loop does not,
+       unless this stream is 32 batches behind. The batch may be dropped at any time.
 
     Args:
         iterable: of batches: tensors, and objects with a method `to`, in any nesting of dicts,
@@ -199,8 +192,7 @@ def prefetch(
 
     Returns:
         An iterable with the length, `state_dict` and `load_state_dict` of the one that it wraps.
-        Each `iter` begins a new pass. An exception of the iterable is raised where its batch would
-        have come; the pass continues if the iterable does.
+        Each `iter` begins a new pass.
 
     Example:
         >>> for batch in fastamp.prefetch([torch.zeros(2), torch.ones(2)], device="cpu"):
@@ -229,7 +221,7 @@ class Prefetcher(Iterable[T], Generic[T]):
             return own
         # Only copies are worth it: an iterable may write all batches into the same memory.
         ahead = not has_state(self._iterable)
-        batches: Iterator[Made | Failed] = map(Made, iter(self._iterable))
+        batches: Iterator[Made] = map(Made, iter(self._iterable))
         batches = copy_all(batches, self._device, ahead=ahead, thread=self._thread)
         return LoaderPass(batches, Position(), LoaderStats(), self.__len__)
 

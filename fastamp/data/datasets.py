@@ -38,15 +38,12 @@ class ArrayDataset(Dataset[Any]):
         arrays: with the same first dimension, of any dtype. `ArrayDataset((x, y))` is
             `ArrayDataset(x, y)`.
         augment: a list of augmentations of the first array, made in its order, on the device of
-            the batch: `fastamp.RandomCrop` and `fastamp.RandomHorizontalFlip`. Its images have the
-            shape (channels, height, width), with any number of dimensions in front, or none for
-            (height, width).
+            the batch: `fastamp.RandomCrop` and `fastamp.RandomHorizontalFlip`, which draw by the
+            sample's place in the epoch, as `fastamp.sample_rng`. The images have the shape (...,
+            height, width).
 
     Attributes:
         arrays: what was passed, a tuple or a dict; it may be replaced between two passes.
-        augment: the augmentations, a tuple.
-
-    The random draws are of the sample's place in the epoch, as those of `fastamp.sample_rng`.
 
     Raises:
         TypeError: an array is no tensor or NumPy array with a first dimension, an augmentation is
@@ -105,13 +102,12 @@ class ArrayDataset(Dataset[Any]):
 
 def by_name(dataset: Any) -> Any:
     """Return a dict of arrays, with strings as keys, as an ArrayDataset; any other as it is."""
-    if type(dataset) is not dict or not all(type(key) is str for key in dataset):
-        return dataset
-    leaves = tree_leaves(dataset)
-    if not leaves or not all(map(_has_rows, leaves)):
-        return dataset
-    count_rows(dataset, "dataset")  # raises an error with the caller's name of it
-    return ArrayDataset(dataset)
+    if type(dataset) is dict and all(type(key) is str for key in dataset):
+        leaves = tree_leaves(dataset)
+        if leaves and all(map(_has_rows, leaves)):
+            count_rows(dataset, "dataset")  # raises an error with the caller's name of it
+            return ArrayDataset(dataset)
+    return dataset
 
 
 def count_rows(tree: Any, name: str) -> int:

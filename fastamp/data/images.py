@@ -39,10 +39,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     of the class. As in torchvision, the classes are the sorted names of the folders, images lie in
     them at any depth, links are followed, and the EXIF orientation is ignored.
 
-    An image is cropped to the largest centered part with the aspect ratio of `size`, and resized to
-    `size` with torch's antialiased bilinear filter. A JPEG is decoded at a half, a quarter or an
-    eighth of its resolution where that is enough, by simplejpeg where it is installed, else by
-    Pillow, to the same pixels. All of this releases the GIL, so that threads help.
+    An image is cropped to the largest centered part with the aspect ratio of `size`, and resized by
+    torch's antialiased bilinear filter. A JPEG is decoded at no higher resolution than is needed,
+    by simplejpeg where it is installed. All of this releases the GIL, so that threads help.
 
     Args:
         path: the folder of the class folders.
@@ -52,10 +51,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         flip: flip half of the images left to right, by `fastamp.sample_rng()`, as the crops.
 
     Attributes:
-        classes: the names of the classes.
-        class_to_idx: the number of each class.
-        samples: path and number of the class of each image; `imgs` is the same list.
-        targets: the number of the class of each image.
+        classes, class_to_idx, samples, imgs, targets: as torchvision's.
 
     Raises:
         FileNotFoundError: there is no such folder, no class in it, or no image in a class.
@@ -70,8 +66,6 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         ...     Path("pets", name).mkdir(parents=True)
         ...     Image.new("RGB", (64, 48)).save(f"pets/{name}/0.png")
         >>> dataset = fastamp.ImageFolder("pets", size=32)
-        >>> dataset.classes
-        ['cat', 'dog']
         >>> image, label = dataset[1]
         >>> image.shape, label
         (torch.Size([3, 32, 32]), 1)

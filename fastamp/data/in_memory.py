@@ -42,18 +42,15 @@ def in_memory(
 ) -> Any:
     """Read every item of a deterministic dataset once; return a dataset that is gathered.
 
-    For a map-style dataset whose items are tensors on the CPU, NumPy arrays and numbers, alone or
-    nested in dicts, lists and tuples, of the same structure, shapes and dtypes in all items.
-    Batches of the result are bit-identical to those of torch's DataLoader over `dataset`. Its items
-    are equal up to collation: arrays and numbers are tensors; an outermost list is a tuple, and an
-    inner tuple a list.
+    Its items are tensors on the CPU, NumPy arrays and numbers, alone or nested in dicts, lists and
+    tuples, of one structure, and of the same shapes and dtypes. Batches of the result are
+    bit-identical to those of torch's DataLoader over `dataset`; its items are as collated.
 
     Eight items are read four times each first, under 32 seeds, and must be equal: a dataset that is
-    rarely random is not noticed. What a loader gathers already is returned unchanged if there is no
-    `path`.
+    rarely random is not noticed. Without a `path` a dataset that is gathered already is returned.
 
     Args:
-        dataset: the dataset, with `__getitem__` and `__len__`.
+        dataset: with `__getitem__` and `__len__`.
         path: a folder for the items, which is made; None keeps them in memory. If the folder is
             there, it is mapped: its length, shapes, dtypes and the eight items must be the
             dataset's; name the version of your data in the path, for what these do not show. What
@@ -66,10 +63,11 @@ def in_memory(
         An `ArrayDataset` of tensors, or one tensor if the items are bare leaves.
 
     Raises:
-        TypeError: `dataset` is not map-style; items are not as described above, or not as item 0
-            (the message names their rows); or NumPy lacks a dtype that a folder has to hold.
+        TypeError: `dataset` is not map-style; items are not as described above, or not as item 0;
+            or NumPy lacks a dtype that a folder has to hold.
         ValueError: the dataset is empty or random, or the folder was not made of this dataset.
-        OSError: the folder cannot be written, or its disk is too small.
+        OSError: the folder cannot be written, as when another process has made it meanwhile, or its
+            disk is too small.
 
     Example:
         >>> class Squares(torch.utils.data.Dataset):
@@ -136,8 +134,7 @@ def _probe(dataset: Any) -> tuple[dict[int, _Columns], TreeSpec]:
 
 
 def _are_equal(one: _Columns, other: _Columns) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(_bits_of(a), _bits_of(b)) for a, b in pairs)
+    return all(map(torch.equal, map(_bits_of, one), map(_bits_of, other)))
 
 
 def _bits_of(rows: Tensor) -> Tensor:
@@ -165,7 +162,7 @@ def _kind_of(rows: Any) -> tuple[Any, ...]:
 
 
 def _write(folder: Path, length: int, first: _Columns, fill: Callable[[_Columns], None]) -> None:
-    """Write the folder under another name and rename it, unless another process was faster."""
+    """Write the folder under another name and rename it."""
     dtypes = [row.numpy().dtype for row in first]  # or NumPy has none, and raises
     folder.parent.mkdir(parents=True, exist_ok=True)
     nbytes = length * sum(row.nbytes for row in first)
@@ -181,11 +178,7 @@ def _write(folder: Path, length: int, first: _Columns, fill: Callable[[_Columns]
         fill([*map(torch.from_numpy, files)])
         for file in files:
             file.flush()
-        try:
-            part.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
+        part.rename(folder)
 
 
 def _map(folder: Path, length: int, probed: dict[int, _Columns]) -> _Columns:

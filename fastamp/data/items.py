@@ -18,33 +18,26 @@ Collate = Callable[[Any], Any]
 
 
 class Made(NamedTuple):
-    """A batch, and the seconds that it took."""
+    """A batch, and the seconds that it took; or its error."""
 
-    batch: Any
+    batch: Any = None
     getitem_s: float = 0.0
     collate_s: float = 0.0
     copy_s: float = 0.0
-    cpu_s: float = 0.0
-    """Processor time of a thread worker."""
+    error: Any = None
+    """Raised where the batch is taken: an exception, or torch's wrapper of one from a worker."""
 
 
-class Failed(NamedTuple):
-    """In place of a batch: the error that is raised where the batch would be taken."""
-
-    error: Any
-    """An exception, or torch's wrapper of one from a worker process."""
-
-
-Make = Callable[..., Made | Failed]
+Make = Callable[..., Made]
 """Makes the batch of some rows, with the keys of its samples and the number of the first one."""
 
 
-def attempt(make: Make, job: tuple[Any, ...]) -> Made | Failed:
+def attempt(make: Make, job: tuple[Any, ...]) -> Made:
     """Make a batch; return its error if it has one."""
     try:
         return make(*job)
     except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
-        return Failed(error)
+        return Made(error=error)
 
 
 def reraise(error: Any) -> None:
@@ -60,19 +53,16 @@ def reraise(error: Any) -> None:
         del error  # whose traceback refers to this frame
 
 
-def is_end(made: Made | Failed) -> bool:
+def is_end(made: Made) -> bool:
     """Say whether what makes batches has no more of them."""
-    return type(made) is Failed and isinstance(made.error, StopIteration)
+    return isinstance(made.error, StopIteration)
 
 
-def change(function: Callable[[Any], Any], made: Made | Failed) -> Made | Failed:
+def change(function: Callable[[Any], Any], made: Made) -> Made:
     """Return a batch as a function returns it, or its error; an error stays what it is."""
-    if isinstance(made, Failed):
+    if made.error is not None:
         return made
-    try:
-        return made._replace(batch=function(made.batch))
-    except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
-        return Failed(error)
+    return attempt(lambda: made._replace(batch=function(made.batch)), ())
 
 
 def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
@@ -125,15 +115,14 @@ def as_list(rows: Any) -> Any:
     return [*rows] if isinstance(rows, range) else rows
 
 
-class WorkerJobs(Iterator[Any]):
+class WorkerJobs:
     """What stands in the sampler's place in torch's loader: batches with their places."""
 
     def __init__(self, jobs: Iterator[Any]) -> None:
         self.jobs = jobs
 
-    def __next__(self) -> Any:
-        rows, order, number = next(self.jobs)
-        return as_list(rows), order, number
+    def __iter__(self) -> Iterator[Any]:
+        return ((as_list(rows), order, number) for rows, order, number in self.jobs)
 
 
 class WorkerItems(Dataset[Any]):
@@ -142,14 +131,14 @@ class WorkerItems(Dataset[Any]):
     def __init__(self, items: Items, worker_init_fn: Callable[[int], None] | None) -> None:
         self._items, self._worker_init_fn = items, worker_init_fn
 
-    def __getitems__(self, job: tuple[Any, Order, int]) -> Made | Failed:
+    def __getitems__(self, job: tuple[Any, Order, int]) -> Made:
         """Return a batch, or its error, to torch's iterator."""
         try:
             return self._items.make(*job)
         except Exception:  # noqa: BLE001 - raised where the batch would be taken
             info = torch_worker_info()
             where = f"in DataLoader worker process {info and info.id}"
-            return Failed(ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
+            return Made(error=ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
 
     __getitem__ = __getitems__
 
@@ -169,7 +158,7 @@ def hand_on(batch: Any) -> Any:
     return batch
 
 
-def read(batches: Iterator[Any], order: Order, first: int) -> Iterator[Made | Failed]:
+def read(batches: Iterator[Any], order: Order, first: int) -> Iterator[Made]:
     """Yield the batches of torch's iterator over an iterable dataset, from the number of one on."""
 
     def make(number: int) -> Made:

@@ -22,14 +22,12 @@ T_co = TypeVar("T_co", covariant=True)
 class DataLoader(TorchDataLoader[T_co]):
     """Load batches as torch.utils.data.DataLoader does: same arguments, same batches, less time.
 
-    Datasets in memory or in a mapped file are gathered, and no Python runs for each item:
-    TensorDataset, `fastamp.ArrayDataset`, `fastamp.TokenDataset`, a `fastamp.Source`, a tensor, a
-    NumPy array or memmap, a dict of these (which is an ArrayDataset), a Hugging Face dataset
-    (format "torch", "numpy" or none) of integers, floats and lists of one length, and a Subset of
-    any. Their batches are those of `default_collate`, and no worker processes are started. Every
-    other dataset, and every dataset with a `collate_fn` of the user's, is read item by item: in the
-    loop's thread, in torch's worker processes, or in threads. `str(loader)` says which way is
-    taken, and why.
+    Datasets in memory or in a mapped file are gathered, without workers and without any Python for
+    each item: TensorDataset, `fastamp.ArrayDataset`, `fastamp.TokenDataset`, a `fastamp.Source`, a
+    tensor, a NumPy array or memmap, a dict of these (which is an ArrayDataset), a Hugging Face
+    dataset (format "torch", "numpy" or none) of numbers and lists of one length, and a Subset of
+    any. Every other dataset, and any with a `collate_fn` of the user's, is read item by item: in
+    the loop's thread, in torch's worker processes, or in threads. `str(loader)` says how, and why.
 
     A batch that the user keeps is never overwritten. A batch is gathered when the loop asks for it,
     so what the loop writes into the dataset is in the next one; on the way to CUDA in the one after
@@ -39,22 +37,19 @@ class DataLoader(TorchDataLoader[T_co]):
         dataset: this and all arguments up to `in_order` are torch.utils.data.DataLoader's.
         device: the device of the batches' tensors, in any nesting of dicts, lists, tuples and
             dataclasses, and of objects with a method `to`. For CUDA a thread gathers the next batch
-            into pinned memory and begins its copy on a side stream; other batches are copied there
-            when they are asked for. Tensors that are on the device already are gathered there.
-        seed: shuffles epoch n with the seed `seed + n`, so that it can be repeated and resumed by
-            itself. The order is torch's.
-        shard: load this rank's part of the dataset. The parts are those of DistributedSampler with
-            this `shuffle`, `drop_last` and `seed` (or 0), whatever the `generator`: padded to the
-            same length with the order's first samples, or cut if `drop_last`. The ranks are those
-            of torch.distributed; if it is not initialized, there is one. `len(loader)` is of this
-            rank; `sampler` and `batch_sampler` yield the order of the whole dataset.
+            and begins its copy; other batches are copied when they are asked for. Tensors that are
+            on the device already are gathered there.
+        seed: shuffles epoch n with the seed `seed + n`. The order is torch's.
+        shard: load this rank's part of the dataset: that of DistributedSampler with this `shuffle`,
+            `drop_last` and `seed` (or 0). The ranks are torch.distributed's, or one where it is not
+            initialized. `len(loader)` is of this rank; `sampler` and `batch_sampler` yield the
+            order of the whole dataset.
         rank: used with `world_size` in place of torch.distributed's; both imply `shard`.
         world_size: the number of ranks, and of parts.
         worker: what `num_workers` counts. None and "process": processes, as torch has them.
-            "thread": threads of this process, each with a shallow copy of the dataset. Their number
-            changes no result if random numbers come from `fastamp.sample_rng()`; draws from global
-            generators are not repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work
-            there. A `__getitem__` that computes in Python needs processes.
+            "thread": threads of this process, each with a shallow copy of the dataset. Random
+            numbers are repeatable there if they come from `fastamp.sample_rng()`. A `__getitem__`
+            that computes in Python needs processes.
         max_bytes: the most memory that the loader itself keeps: buffers of large batches for the
             next ones, and columns of a Hugging Face dataset. None is 1 GiB.
 
@@ -114,7 +109,13 @@ class DataLoader(TorchDataLoader[T_co]):
             "persistent_workers": persistent_workers,
             "iterable dataset": isinstance(dataset, IterableDataset),
         }
-        _check_worker(worker, [*filter(of_processes.get, of_processes)])
+        given = [*filter(of_processes.get, of_processes)]
+        if worker not in (None, "process", "thread"):
+            msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
+            raise ValueError(msg)
+        if worker == "thread" and given:
+            msg = f"{given[0]}: expected worker='process' with it, got worker='thread'"
+            raise ValueError(msg)
         dataset, share = by_name(dataset), None
         if shard or rank is not None or world_size is not None:
             if type(sampler) is SequentialSampler:  # Lightning's, to overfit
@@ -215,24 +216,22 @@ class DataLoader(TorchDataLoader[T_co]):
         (`next(iter(loader))` is such a pass.) With neither `seed` nor `generator`, later epochs
         draw from torch's default generator, whose state the program has to keep.
 
-        The state of a sharded loader holds for all ranks, and any number of ranks may load it, with
-        any batch size, if each has had as many batches as this one.
-
-        A dataset with `state_dict` and `load_state_dict` is asked now. An iterable dataset without
-        them, and a sampler, are read again up to the position.
+        That of a sharded loader may be loaded by any number of ranks, with any batch size, if each
+        rank has had as many batches as this one. A dataset with `state_dict` and `load_state_dict`
+        is asked now. Other iterable datasets, and samplers, are read again up to the position.
 
         Raises:
             TypeError: workers read an iterable dataset, or one with a state; the dataset is a pipe
                 of torch's; a sampler has a `state_dict`; or `in_order` is False with workers.
-            RuntimeError: the dataset has a state, and Ctrl-C interrupted reading it.
+            RuntimeError: the dataset has a state, and the pass was interrupted or failed.
         """
         check_state(self)
         own, begun = self._fastamp, self._fastamp.find_pass()
         in_pass = begun is not None and not begun.ended
         position = replace(begun.position if begun is not None and in_pass else own.next)
         if has_state(self.dataset) and (in_pass or position.dataset_state is None):
-            if begun is not None and begun.interrupted:
-                msg = "the pass was interrupted while the dataset was read: its position is unknown"
+            if begun is not None and begun.broken:
+                msg = "the pass was interrupted or failed: the dataset's position is unknown"
                 raise RuntimeError(msg)
             position.dataset_state = self.dataset.state_dict()  # type: ignore[attr-defined]
         source = find_source(self)
@@ -250,9 +249,9 @@ class DataLoader(TorchDataLoader[T_co]):
         The number of workers may differ.
 
         Raises:
-            ValueError: the state is another version's, or of a loader with another sampler, batch
-                size, `drop_last`, length of the dataset, seed or source of randomness; or one of
-                its keys is missing, or has another kind of value. Nothing is changed then.
+            ValueError: the state is damaged, another version's, or of a loader with another
+                sampler, batch size, `drop_last`, length of the dataset, seed or source of
+                randomness. Nothing is changed then.
             TypeError: see `state_dict`.
         """
         check_state(self)
@@ -296,16 +295,6 @@ class DataLoader(TorchDataLoader[T_co]):
 _GET_ITERATOR = DataLoader._get_iterator
 
 
-def _check_worker(worker: str | None, of_processes: list[str]) -> None:
-    """Raise an error for an unknown kind of workers, and for arguments that threads do not take."""
-    if worker not in (None, "process", "thread"):
-        msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
-        raise ValueError(msg)
-    if worker == "thread" and of_processes:
-        msg = f"{of_processes[0]}: expected worker='process' with it, got worker='thread'"
-        raise ValueError(msg)
-
-
 def find_share_of(loader: Any) -> Share | None:
     """Return the rank's share that a loader loads; None of a loader that is not sharded."""
     return loader._fastamp.share if isinstance(loader, DataLoader) else None
@@ -313,26 +302,21 @@ def find_share_of(loader: Any) -> Share | None:
 
 def check_state(loader: DataLoader[Any]) -> None:
     """Raise an error for a loader whose position cannot be known."""
-    dataset, name = loader.dataset, type(loader.dataset).__name__
+    dataset, count, use = loader.dataset, loader.num_workers, "torchdata's StatefulDataLoader"
+    sampler = next(filter(has_state, find_samplers(loader)), None)
     if isinstance(dataset, IterDataPipe):
         msg = "dataset: the position of a pipe of torch's is unknown: use an IterableDataset"
-        raise TypeError(msg)
-    if loader.num_workers > 0 and (isinstance(dataset, IterableDataset) or has_state(dataset)):
-        msg = (
-            f"num_workers: {name} has a position of its own in each of {loader.num_workers} "
-            "workers, which is unknown here: use num_workers=0, or torchdata's StatefulDataLoader"
-        )
-        raise TypeError(msg)
-    sampler = next(filter(has_state, find_samplers(loader)), None)
-    if sampler is not None:
-        msg = (
-            f"sampler: {type(sampler).__name__} has a state of its own, ahead of the loop's: "
-            "use a sampler without one, or torchdata's StatefulDataLoader"
-        )
-        raise TypeError(msg)
-    if loader.num_workers > 0 and not loader.in_order:
+    elif count and (isinstance(dataset, IterableDataset) or has_state(dataset)):
+        msg = f"num_workers: {type(dataset).__name__} has a position of its own in each of {count} "
+        msg += f"workers, which is unknown here: use num_workers=0, or {use}"
+    elif sampler is not None:
+        msg = f"sampler: {type(sampler).__name__} has a state of its own, ahead of the loop's: "
+        msg += f"use a sampler without one, or {use}"
+    elif count and not loader.in_order:
         msg = "in_order=False: which batches are delivered is unknown; use in_order=True"
-        raise TypeError(msg)
+    else:
+        return
+    raise TypeError(msg)
 
 
 def identity_of(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -12,14 +12,12 @@ from weakref import ref
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp.data.arrays import Columns
 from fastamp.data.collate import BatchCollator, FasterCollate
 from fastamp.data.copies import CudaCopies, copy_all
 from fastamp.data.items import (
-    Failed,
     Items,
     Made,
     WorkerItems,
@@ -33,12 +31,11 @@ from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers, seeded
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
-from fastamp.data.runners import InThreads, become_worker, here, own_copy, timed
+from fastamp.data.runners import InThreads, become_worker, here, own_copy
 from fastamp.data.sample_rng import Batch, Order, draw_seed, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
-_TORCHS_FUNCTIONS = {**torch_collate.default_collate_fn_map}
 _OPTIONS = (
     "in_order",
     "multiprocessing_context",
@@ -118,18 +115,22 @@ class Making:
     def __init__(self, loader: Any, position: Position, device: torch.device | None) -> None:
         self.loader, self.own, self.position = loader, loader._fastamp, position
         self.device, self.single = device, not loader._auto_collation
-        seed = self.own.seed
+        own = self.own
+        self.source = loader.generator or torch.default_generator
+        """What the seed of workers is drawn from, as torch does, if there is no `seed`."""
+        if loader.generator is None and own.seed is not None and own.share is None:
+            self.source = seeded(own.seed + position.epoch)
+        self.generator: torch.Generator | None = None
+        """Draws that seed once more, in torch's own iterator."""
+        seed = own.seed
         if seed is None and isinstance(loader.sampler, SeededSampler):
             seed = loader.sampler.seed  # the loader was made anew of another one's attributes
-        self.plan = Plan(
-            find_batches(loader), self.single, seed, self.own.share, find_source(loader)
-        )
-        on_cuda = self.device is not None and self.device.type == "cuda"
-        pinned = (loader.pin_memory or on_cuda) and can_pin()
-        if self.own.memory is None or self.own.memory.pinned != pinned:
-            self.own.memory = Memory(pinned=pinned, max_bytes=self.own.max_bytes)
+        self.plan = Plan(find_batches(loader), self.single, seed, own.share, find_source(loader))
+        pinned = (loader.pin_memory or (device is not None and device.type == "cuda")) and can_pin()
+        if own.memory is None or own.memory.pinned != pinned:
+            own.memory = Memory(pinned=pinned, max_bytes=own.max_bytes)
 
-    def begin(self) -> Iterator[Made | Failed]:
+    def begin(self) -> Iterator[Made]:
         """Return the batches, on their device."""
         loader, device, columns = self.loader, self.device, find_way(self.loader)
         dataset, state = loader.dataset, self.position.dataset_state
@@ -139,26 +140,24 @@ class Making:
         if isinstance(columns, Columns):
             items = Items(dataset, loader.collate_fn, single=False)
             gathered = Gathered(columns, self.own.memory, items, self.own.max_bytes)
-            if device is None or is_same(gathered.device, device):
-                device = None
-            elif device.type == "cuda" and gathered.device.type == "cpu":
+            if device is not None and device.type == gathered.device.type:
+                device = None if device.index in (None, gathered.device.index) else device
+            elif device is not None and device.type == "cuda":
                 return self._ahead(gathered, device)
             batches = here(gathered.make, self._jobs())
         elif is_stream and not (loader.num_workers or isinstance(dataset, IterDataPipe)):
             batches = self._read_stream()
         elif loader.num_workers and self.own.worker == "thread":
             batches = self._in_threads()
-        elif is_stream or is_replaced():
-            batches = self._as_torch()
-        elif loader.num_workers:
-            batches = self._in_processes()
+        elif loader.num_workers or is_stream or is_replaced():
+            batches = self._by_torch()
         else:
             batches = here(self._items(dataset).make, self._jobs())
         if device is None or device.type == "cpu":
             return batches
         return copy_all(batches, device)
 
-    def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made | Failed]:
+    def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made]:
         """Return gathered batches; a thread gathers the next one, and begins its copy."""
         copies = CudaCopies(device)
 
@@ -178,33 +177,25 @@ class Making:
         pins = self.loader.pin_memory and can_pin() and not in_process
         return Items(dataset, collate_fn, single=self.single, pins=pins)
 
-    def _source(self) -> torch.Generator:
-        """Return what the seed of workers is drawn from, as torch does, if there is no `seed`."""
-        own, generator = self.own, self.loader.generator
-        if generator is None and own.seed is not None and own.share is None:
-            return seeded(own.seed + self.position.epoch)
-        return torch.default_generator if generator is None else generator
+    def _jobs(self) -> Iterator[Any]:
+        """Begin the order."""
+        return self.plan.begin(self.position, self._draw_base)
 
-    def _jobs(self, same: torch.Generator | None = None) -> Iterator[Any]:
-        """Begin the order; see `_draw_base`."""
-        return self.plan.begin(self.position, partial(self._draw_base, same))
-
-    def _draw_base(self, same: torch.Generator | None, apart: bool) -> None:  # noqa: FBT001
+    def _draw_base(self, apart: bool) -> None:  # noqa: FBT001 - one argument
         """Draw the seed of workers as torch's iterators do; workers that persist keep theirs.
 
-        `same` becomes the generator that torch's own iterator draws the same seed from. A pass
-        that is begun again draws it apart from the program's generators.
+        A pass that is begun again draws it apart from the program's generators.
         """
         own, position, seed = self.own, self.position, self.plan.seed
         if own.base_seed is None or not self.loader.persistent_workers:
-            source = seeded(position.sample_seed or 0) if apart else self._source()
-            if same is not None:
-                same.set_state(source.get_state())
+            source = seeded(position.sample_seed or 0) if apart else self.source
+            if self.generator is not None:
+                self.generator.set_state(source.get_state())
             own.base_seed = draw_seed(source)
         if position.sample_seed is None:
             position.sample_seed = own.base_seed if seed is None else seed
 
-    def _in_threads(self) -> Iterator[Made | Failed]:
+    def _in_threads(self) -> Iterator[Made]:
         loader, count, jobs = self.loader, self.loader.num_workers, self._jobs()
         grad, ahead = torch.is_grad_enabled(), max(1, loader.prefetch_factor * count)
 
@@ -215,72 +206,64 @@ class Making:
             info.dataset = own_copy(loader.dataset)
             with generators_kept():  # which torch's recipe for `worker_init_fn` seeds
                 become_worker(info, loader.worker_init_fn)
-            return partial(timed, self._items(info.dataset).make)
+            return self._items(info.dataset).make
 
         return InThreads(count, "fastamp worker", begin, jobs, ahead=ahead)
 
-    def _in_processes(self) -> Iterator[Made | Failed]:
-        """Return the batches that torch's worker processes make of a map-style dataset."""
-        loader, own, same = self.loader, self.own, torch.Generator()
-        jobs = self._jobs(same)
-        if own.inner is not None:
-            order = own.inner.sampler if self.single else own.inner.batch_sampler
-            order.jobs = jobs
-            return iter(own.inner)
-        items = WorkerItems(self._items(loader.dataset, in_process=True), loader.worker_init_fn)
-        inner = self._torchs(items, same, WorkerJobs(jobs), items.init_worker)
-        own.inner = inner if loader.persistent_workers else None
-        return iter(inner)
+    def _by_torch(self) -> Iterator[Made]:
+        """Return the batches of torch's own loader: its worker processes make them.
 
-    def _as_torch(self) -> Iterator[Made | Failed]:
-        """Return the batches of torch's own loader: of pipes, and of streams that workers read.
-
-        Also where a program has replaced what torch's iterators do for each batch: it reads the
-        dataset and the indices there.
+        It reads pipes too, and the dataset and its indices where a program has replaced what
+        torch's iterators do for each batch.
         """
         loader, own, inner = self.loader, self.own, self.own.inner
-        is_stream = isinstance(loader.dataset, IterableDataset)
+        dataset, worker_init_fn = loader.dataset, loader.worker_init_fn
+        order: Any = None
+        self.generator = torch.Generator()
+        if isinstance(dataset, IterableDataset):
+            self.generator = self.source
+        elif is_replaced():
+            order, inner = (as_list(rows) for rows, *_ in self._jobs()), None
+        else:
+            order = WorkerJobs(self._jobs())
+            dataset = WorkerItems(self._items(dataset, in_process=True), worker_init_fn)
+            worker_init_fn = dataset.init_worker
+            if inner is not None:
+                (inner.sampler if self.single else inner.batch_sampler).jobs = order.jobs
         if inner is None:
-            source, order = self._source() if is_stream else torch.Generator(), None
-            if not is_stream:
-                order = (as_list(rows) for rows, *_ in self._jobs(source))
-            inner = self._torchs(loader.dataset, source, order, loader.worker_init_fn)
-            own.inner = inner if is_stream and loader.persistent_workers else None
-        return map(Made, iter(inner))
+            inner = self._torchs(dataset, order, worker_init_fn)
+            own.inner = inner if loader.persistent_workers and not is_replaced() else None
+        return iter(inner) if isinstance(dataset, WorkerItems) else map(Made, iter(inner))
 
-    def _torchs(
-        self, dataset: Any, generator: torch.Generator, order: Any, worker_init_fn: Any = None
-    ) -> Any:
+    def _torchs(self, dataset: Any, order: Any = None, worker_init_fn: Any = None) -> Any:
         """Return torch's loader with the options of this one; its own thread pins the batches."""
         loader = self.loader
         options = {name: getattr(loader, name) for name in _OPTIONS}
-        options["generator"] = None if generator is torch.default_generator else generator
+        is_torchs = self.generator is torch.default_generator
+        options["generator"] = None if is_torchs else self.generator
         options["pin_memory"] = self.own.memory.pinned
         if not loader.num_workers:
             options["prefetch_factor"] = None
         if order is None:
             options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        elif self.single:
+            options |= {"batch_size": None, "sampler": order}
         else:
-            options |= (
-                {"batch_size": None, "sampler": order} if self.single else {"batch_sampler": order}
-            )
-        collate_fn = (
-            hand_on if isinstance(dataset, WorkerItems) else self._items(dataset).collate_fn
-        )
-        return TorchDataLoader(
-            dataset, collate_fn=collate_fn, worker_init_fn=worker_init_fn, **options
-        )
+            options["batch_sampler"] = order
+        is_made = isinstance(dataset, WorkerItems)
+        options["collate_fn"] = hand_on if is_made else self._items(dataset).collate_fn
+        return TorchDataLoader(dataset, worker_init_fn=worker_init_fn, **options)
 
-    def _read_stream(self) -> Iterator[Made | Failed]:
+    def _read_stream(self) -> Iterator[Made]:
         """Read an iterable dataset from its state on, or again up to the position."""
-        loader, position, same = self.loader, self.position, torch.Generator()
-        self._draw_base(same, position.sample_seed is not None)
+        position, dataset = self.position, self.loader.dataset
+        self.generator = torch.Generator()
+        self._draw_base(position.sample_seed is not None)
         order = Order(find_pass_key(position.sample_seed or 0, position.epoch))
-        dataset: Any = loader.dataset
         if position.dataset_state is not None:
             dataset.load_state_dict(position.dataset_state)
         with Batch(order, 0):
-            begun = iter(self._torchs(dataset, same, None))
+            begun = iter(self._torchs(dataset))
         if position.dataset_state is not None and begun._dataset_fetcher.dataset_iter is dataset:
             dataset.load_state_dict(position.dataset_state)  # its `__iter__` may have begun anew
         if has_state(dataset) or not position.batch:
@@ -296,12 +279,7 @@ def is_replaced() -> bool:
     return _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
 
 
-def is_same(one: torch.device, other: torch.device) -> bool:
-    """Say whether a device is another one, which may be the current one of its type."""
-    return one.type == other.type and other.index in (None, one.index)
-
-
-def find_way(loader: Any) -> Columns | str:  # noqa: PLR0911 - one for each reason
+def find_way(loader: Any) -> Columns | str:
     """Return the columns that a loader gathers, or why it reads its dataset item by item."""
     if is_replaced():
         return "torch's iterators are replaced"
@@ -314,8 +292,6 @@ def find_way(loader: Any) -> Columns | str:  # noqa: PLR0911 - one for each reas
         return "collate_fn pads"
     if type(collate_fn) is not BatchCollator and collate_fn is not default_collate:
         return "collate_fn is the user's"
-    if torch_collate.default_collate_fn_map != _TORCHS_FUNCTIONS:
-        return "default_collate_fn_map has functions of the user's"
     return find_columns(loader.dataset, loader._fastamp.max_bytes)
 
 

@@ -29,10 +29,9 @@ def can_pin() -> bool:
 class Memory:
     """Gives out memory for the tensors of batches and takes it back when they are gone.
 
-    1. In a worker process of torch's loader, memory is shared with the parent, as torch's collate
-       functions do it, so that a batch is not copied on its way.
-    2. Pinned memory, for batches that go to an accelerator, is torch's: its allocator keeps a
-       freed block until the copies from it are done.
+    1. In a worker process of torch's loader, memory is shared with the parent, as in torch.
+    2. Pinned memory is torch's: its allocator keeps a freed block until the copies from it are
+       done.
     3. Large tensors are leased: a buffer is free again when the last tensor in it, or the last
        autograd graph that saved one, has died; never earlier. When none is free, one is made.
     4. Everything else is fresh: the allocator is faster than any ring.

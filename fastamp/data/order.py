@@ -79,8 +79,7 @@ def find_share(rank: int | None, world_size: int | None) -> Share:
     rank = as_integer("rank", rank, least=0)
     world_size = as_integer("world_size", world_size, least=1)
     if (rank is None) != (world_size is None):
-        missing, given = ("rank", "world_size") if rank is None else ("world_size", "rank")
-        msg = f"{missing}: expected together with {given}, got None"
+        msg = f"rank, world_size: expected both or none, got {rank} and {world_size}"
         raise ValueError(msg)
     if rank is not None and world_size is not None:
         if rank >= world_size:

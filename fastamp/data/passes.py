@@ -9,13 +9,13 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from fastamp._ops import is_profiling, untraced
-from fastamp.data.items import Failed, Made, reraise
+from fastamp.data.items import Made, reraise
 from fastamp.data.position import Position
 
 _STARVED_SHARE = 0.05
 _EXPLAINED_SHARE = 0.75  # of the waiting, by the cause that is named
-_INTERRUPTED = (
-    "this pass was interrupted in the middle of a batch: "
+_BROKEN = (
+    "this pass was interrupted or failed in the middle of a batch: "
     "loader.load_state_dict(loader.state_dict()) lets the next one begin after the last batch "
     "delivered"
 )
@@ -49,8 +49,6 @@ class LoaderStats:
     """Time in the collate function: making batches of them."""
     copy_s: float = 0.0
     """Time gathering rows."""
-    thread_cpu_s: float = 0.0
-    """Processor time of thread workers, most of which holds the GIL if they run Python."""
     path: str = ""
     """How batches are made: "gathered", or "item by item: " and the reason."""
 
@@ -63,21 +61,16 @@ class LoaderStats:
     def verdict(self) -> str:
         """In a few words: "compute-bound", or "starved 18 %: getitem", the share and its cause.
 
-        "compute-bound": the loop waits for less than 5 % of its time. Not said of thread workers,
-        for whose GIL the loop's own Python may wait: it gives their processor time. The cause is
-        the largest of the times above, "getitem", "collate" or "copy", and named if it is at least
-        three quarters of the waiting. Before the first batch: "nothing measured yet".
+        "compute-bound": the loop waits for less than 5 % of its time; with thread workers, for
+        whose GIL its own Python may wait as well, it says so. The cause is the largest of the times
+        above, "getitem", "collate" or "copy", and named if it is at least three quarters of the
+        waiting. Before the first batch: "nothing measured yet".
         """
         if not self.batches:
             return "nothing measured yet"
-        if self.wait_share < _STARVED_SHARE and not self.thread_cpu_s:
-            return "compute-bound"
         if self.wait_share < _STARVED_SHARE:
-            busy = self.thread_cpu_s / self.elapsed_s if self.elapsed_s else 0.0
-            return (
-                f"waits {100 * self.wait_share:.0f} %; threads compute for {100 * busy:.0f} % of "
-                "the time and may hold the GIL: time some steps with worker='process' too"
-            )
+            threads = "; its threads may hold the GIL: time some steps with worker='process' too"
+            return "compute-bound" + threads * ("thread" in self.path)
         causes = {"getitem": self.getitem_s, "collate": self.collate_s, "copy": self.copy_s}
         cause = max(causes, key=lambda name: causes[name])
         share = f"starved {100 * self.wait_share:.0f} %"
@@ -96,15 +89,14 @@ class LoaderPass(Iterator[Any]):
 
     def __init__(
         self,
-        batches: Iterator[Made | Failed],
+        batches: Iterator[Made],
         position: Position,
         stats: LoaderStats,
         length: Callable[[], int],
     ) -> None:
         self._batches, self.position, self._stats = batches, position, stats
         self._length = length
-        self.ended = self.interrupted = False
-        self._broken = ""
+        self.ended = self.broken = False
         self._left_s = 0.0  # when the last batch was delivered
 
     def __len__(self) -> int:
@@ -112,8 +104,8 @@ class LoaderPass(Iterator[Any]):
 
     @untraced
     def __next__(self) -> Any:
-        if self._broken:
-            raise RuntimeError(self._broken)
+        if self.broken:
+            raise RuntimeError(_BROKEN)
         stats, position, start_s = self._stats, self.position, time.perf_counter()
         try:
             made: Any = next(self._batches) if not is_profiling() else _profiled(self._batches)
@@ -121,13 +113,12 @@ class LoaderPass(Iterator[Any]):
             stats.wait_s += end_s - start_s
             stats.elapsed_s += end_s - (self._left_s or start_s)
             self._left_s = end_s
-            if type(made) is not Failed:
-                batch, getitem_s, collate_s, copy_s, cpu_s = made
+            batch, getitem_s, collate_s, copy_s, error = made
+            if error is None:
                 stats.batches += 1
                 stats.getitem_s += getitem_s
                 stats.collate_s += collate_s
                 stats.copy_s += copy_s
-                stats.thread_cpu_s += cpu_s
                 position.batch += 1
                 return batch
         except StopIteration:
@@ -135,16 +126,13 @@ class LoaderPass(Iterator[Any]):
                 stats.elapsed_s += start_s - (self._left_s or start_s)
             self.ended = True
             raise
-        except Exception:  # of a sampler, a timeout or a dead worker: no batch has come
-            if isinstance(self._batches, GeneratorType):
-                self._broken = "this pass ended with an error: begin another one"
-            raise
-        except BaseException:  # Ctrl-C, anywhere: a sampler or a runner may be left halfway
-            self._broken, self.interrupted = _INTERRUPTED, True
+        except BaseException as raised:  # no batch has come: of a sampler, a timeout, a dead worker
+            is_ctrl_c = not isinstance(raised, Exception)  # a sampler or a runner may be halfway
+            self.broken = is_ctrl_c or isinstance(self._batches, GeneratorType)
             raise
         position.batch += 1
-        errors = [made.error]
-        del made  # the error's traceback refers to this frame
+        errors = [error]
+        del made, error  # whose traceback refers to this frame
         reraise(errors.pop())
         return None
 

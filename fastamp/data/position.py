@@ -63,9 +63,8 @@ def decode(state: Any, identity: dict[str, Any]) -> Position:
     version = state.get("version") if isinstance(state, dict) else None
     missing = [] if version is None else [name for name in _NAMES if name not in state]
     if type(version) is not int or version != VERSION or missing:
-        got = f"it has no {missing[0]!r}" if missing else f"got version {version!r}"
-        msg = f"state: expected what DataLoader.state_dict returns, version {VERSION}: {got}"
-        raise ValueError(msg)
+        msg = f"state: expected what DataLoader.state_dict returns, version {VERSION}: got version "
+        raise ValueError(msg + f"{version!r}, without {missing}")
     for name, ours in identity.items():
         value = state.get(name)
         if type(value) is not type(ours) or value != ours:

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import ctypes
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.items import Failed, Made, Make, attempt, is_end, reraise
+from fastamp.data.items import Made, Make, attempt, is_end, reraise
 
 
 class _Own(threading.local):
@@ -32,8 +31,7 @@ _own = _Own()
 def get_worker_info() -> Any:
     """Return the id, num_workers, seed and dataset of the worker that runs this; None elsewhere.
 
-    As torch's function, which knows processes only, and returns None in threads. There the dataset
-    is the thread's shallow copy, and nothing is seeded with the seed.
+    In threads, which torch's function does not know, nothing is seeded with the seed.
 
     Example:
         >>> class Worker(torch.utils.data.Dataset):
@@ -50,18 +48,17 @@ def get_worker_info() -> Any:
     return torch_worker_info() if _own.info is None else _own.info
 
 
-def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made | Failed]:
+def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made]:
     """Make each batch when it is asked for."""
     for job in jobs:
         yield attempt(make, job)
 
 
-class InThreads(Iterator[Made | Failed]):
+class InThreads(Iterator[Made]):
     """Batches that threads make in turn, delivered in order. The threads end with this object.
 
-    Ctrl-C interrupts the loop's thread anywhere. Between taking a lock of Python's `threading` and
-    the block that gives it back, the lock stays taken, and the threads of `concurrent.futures` wait
-    for it forever. So the loop's thread only uses queues, which are written in C.
+    Ctrl-C may interrupt the loop's thread between taking a lock of `threading` and giving it back,
+    and the threads of `concurrent.futures` then wait forever. So it only uses queues, written in C.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class InThreads(Iterator[Made | Failed]):
             )
             start_apart(threads[-1], begun)
             found = [begun.get()]
-            if type(found[0]) is Failed:
+            if found[0] is not None:
                 reraise(found.pop().error)  # which no frame holds
         self._submit(ahead)
 
@@ -95,14 +92,14 @@ class InThreads(Iterator[Made | Failed]):
             self._under_way.append(SimpleQueue())
             next(self._turns).put((self._under_way[-1], job))
 
-    def __next__(self) -> Made | Failed:
+    def __next__(self) -> Made:
         self._submit(1)
         made = [self._under_way.popleft().get()] if self._under_way else []
         if not made or is_end(made[0]):
             self._under_way.clear()
             self._end()
             raise StopIteration
-        batch: Made | Failed = made.pop()
+        batch: Made = made.pop()
         return batch
 
 
@@ -113,7 +110,7 @@ def start_apart(thread: threading.Thread, begun: Any) -> None:
         try:
             thread.start()
         except RuntimeError as error:
-            begun.put(Failed(error))
+            begun.put(Made(error=error))
 
     _thread.start_new_thread(start, ())
 
@@ -124,7 +121,7 @@ def _serve(queue: Any, _owner: Any, begin: Callable[[], Any], begun: Any) -> Non
         make = begin()
         begun.put(None)
     except BaseException as error:  # noqa: BLE001 - raised in the loop: also SystemExit
-        begun.put(Failed(error))
+        begun.put(Made(error=error))
         return
     del begin, begun
     while type(job := queue.get()) is tuple:
@@ -132,7 +129,7 @@ def _serve(queue: Any, _owner: Any, begin: Callable[[], Any], begun: Any) -> Non
         try:
             reply.put(make(*arguments))
         except BaseException as error:  # noqa: BLE001
-            reply.put(Failed(error))
+            reply.put(Made(error=error))
         del job, reply, arguments
 
 
@@ -158,13 +155,6 @@ def become_worker(info: SimpleNamespace, worker_init_fn: Callable[[int], None] |
         ctypes.CDLL(None).omp_set_num_threads(1)  # for this thread alone
     if worker_init_fn is not None:
         worker_init_fn(info.id)
-
-
-def timed(make: Callable[..., Made], *job: Any) -> Made:
-    """Return the batch of a job, and the processor time of this thread for it."""
-    start_s = time.thread_time()
-    made = make(*job)
-    return made._replace(cpu_s=time.thread_time() - start_s)
 
 
 def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:

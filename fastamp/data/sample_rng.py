@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 _MASK = 2**64 - 1
 SPLITMIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _GAMMA, _FIRST, _SECOND = map(np.uint64, SPLITMIX)
-_Number = TypeVar("_Number", int, Tensor)
 
 
 def mix(value: int) -> int:
@@ -48,7 +47,7 @@ class Order(NamedTuple):
     others: int = 0
     """Samples of other ranks between two of this rank's."""
 
-    def places(self, numbers: _Number) -> _Number:
+    def places(self, numbers: Any) -> Any:
         """Return the places in the epoch's order over all ranks; also of a tensor of numbers."""
         return numbers * (1 + self.others) + self.first
 
@@ -78,9 +77,6 @@ class SampleRng:
 
     def __init__(self, key: int) -> None:
         self._key = self._next = key
-
-    def __repr__(self) -> str:
-        return f"SampleRng({self._key:#x})"
 
     def take_key(self) -> int:
         """Return a key for draws of the caller's own, another one at each call."""
@@ -142,12 +138,11 @@ def sample_rng() -> SampleRng:
 
     For a dataset's `__getitem__`: the draws depend on the loader's `seed`, the epoch and the
     sample's place in the epoch, over all ranks; not on workers, or on where a pass was resumed. All
-    calls for one sample return the same generators, which continue.
+    calls for one sample return the same generators.
 
-    `__getitems__` has one set of generators for each batch, and a `collate_fn` another one. An
-    iterable dataset has one for each batch, shared with the `collate_fn`. Outside of a
-    `fastamp.DataLoader`, and where workers read an iterable dataset, each call returns new ones,
-    seeded from torch's default generator.
+    `__getitems__`, a `collate_fn`, and an iterable dataset with its `collate_fn` have generators
+    for each batch. Outside of a `fastamp.DataLoader`, and where workers read an iterable dataset,
+    each call returns new ones, seeded from torch's default generator.
 
     Example:
         >>> class Noise(torch.utils.data.Dataset):

@@ -30,24 +30,22 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     as int64. Windows do not overlap; a last piece that is too short is left out.
 
     Args:
-        path_or_array: a file of raw tokens or a `.npy` file, which is mapped, not read; or a
-            one-dimensional array or tensor on the CPU, which is shared unless it has strides. A
-            list of these is one sequence, which a loader reads window by window, with workers if
-            they are given. Other processes open files again by their paths.
+        path_or_array: a file of raw tokens or a `.npy` file, which is mapped; or a one-dimensional
+            array or tensor on the CPU. A list of these is one sequence, which a loader reads window
+            by window.
         block_size: tokens in a window.
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
         header: bytes to skip at the beginning of each raw file.
         random_offsets: let each window begin anywhere, at a place that is drawn for each sample, as
-            `fastamp.sample_rng` does: anew in each epoch, and the same in a pass that is resumed,
-            with any number of workers. An epoch has as many windows as without.
+            by `fastamp.sample_rng`. An epoch has as many windows as without.
 
     Raises:
         OSError: the file cannot be read.
         TypeError: NumPy does not know `dtype`.
         ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
-            `block_size` is below 1; a `.npy` file is damaged; or `header` is more than a file has,
-            or is given for anything but raw files.
+            `block_size` is below 1; or `header` is more than a file has, or is given for anything
+            but raw files.
 
     Example:
         >>> dataset = fastamp.TokenDataset(np.arange(10, dtype=np.uint16), block_size=4)
@@ -148,38 +146,35 @@ def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[A
     """Return the tokens of all files and arrays, which have one dtype."""
     parts: list[npt.NDArray[Any]] = []
     for i, source in enumerate(sources):
-        is_raw = isinstance(source, Path) and source.suffix.lower() != ".npy"
-        parts.append(_map(source, dtype, header) if is_raw else _open(source))
+        parts.append(part := _open(source, dtype, header))
         expected = parts[0].dtype if dtype is None else dtype
-        if parts[i].ndim != 1 or expected not in _DTYPES or parts[i].dtype != expected:
+        if part.ndim != 1 or expected not in _DTYPES or part.dtype != expected:
             kind = expected if expected in _DTYPES else _NAMES
             msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's byte "
-            raise ValueError(msg + f"order, got shape {parts[i].shape} of {parts[i].dtype}")
-        if header and not is_raw:
-            msg = f"header={header}: expected 0, since path_or_array[{i}] is no file of raw tokens"
-            raise ValueError(msg)
+            raise ValueError(msg + f"order, got shape {part.shape} of {part.dtype}")
     return parts
 
 
-def _open(source: Any) -> npt.NDArray[Any]:
-    """Return the tokens of a .npy file or an array."""
-    try:
-        tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
-    except OSError:
-        raise
-    except Exception as error:  # NumPy's parser raises errors of many types
-        msg = f"path_or_array: {source} cannot be read: {error}"
-        raise ValueError(msg) from error
-    return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
-
-
-def _map(path: Path, dtype: Any, header: int) -> npt.NDArray[Any]:
-    """Map a file of raw tokens."""
+def _open(source: Any, dtype: Any, header: int) -> npt.NDArray[Any]:
+    """Return the tokens of an array, or of a file, which is mapped."""
+    if not isinstance(source, Path) or source.suffix.lower() == ".npy":
+        if header:
+            msg = f"header={header}: expected 0 for anything but files of raw tokens"
+            raise ValueError(msg)
+        try:
+            is_file = isinstance(source, Path)
+            tokens = open_memmap(source, mode="r") if is_file else np.asarray(source)
+        except OSError:
+            raise
+        except Exception as error:  # NumPy's parser raises errors of many types
+            msg = f"path_or_array: {source} cannot be read: {error}"
+            raise ValueError(msg) from error
+        return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
     kind = np.dtype(np.uint16 if dtype is None else dtype)
-    nbytes = path.stat().st_size
+    nbytes = source.stat().st_size
     if nbytes < header or (nbytes - header) % kind.itemsize:
-        msg = f"{path} has {nbytes} bytes: expected {header} of a header and a multiple of "
+        msg = f"{source} has {nbytes} bytes: expected {header} of a header and a multiple of "
         raise ValueError(msg + f"{kind.itemsize} of tokens, for dtype {kind}")
     if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
         return np.empty(0, kind)
-    return np.memmap(path, kind, "r", offset=header)
+    return np.memmap(source, kind, "r", offset=header)

@@ -194,11 +194,6 @@ def test_a_method_set_on_a_dataset_is_called():
     assert next(iter(fastamp.DataLoader(dataset, 2))).tolist() == [7, 7]
 
 
-def test_sparse_samples_get_torchs_error():
-    with pytest.raises(RuntimeError, match="custom collate_fn"):
-        next(iter(fastamp.DataLoader(TensorDataset(X.to_sparse()), 2)))
-
-
 class Mapped(fastamp.Source):
     """Memory that is there already."""
 

@@ -214,22 +214,6 @@ def test_a_large_jpeg_is_decoded_at_the_scale_that_is_needed(tmp_path, decoder, 
         assert scales == [scale] * len(files)
 
 
-@pytest.mark.skipif(INSTALLED is None, reason="simplejpeg is not installed")
-def test_both_decoders_give_the_same_bits(tmp_path, monkeypatch):
-    kinds = [{"subsampling": s, "progressive": p} for s in (0, 1, 2) for p in (False, True)]
-    sizes = [(203, 301), (64, 48), (17, 9)]
-    files = {
-        f"{i} {size}.jpg": encode(photo(*size, i), quality=80 + i, **kind)
-        for i, kind in enumerate(kinds) for size in sizes
-    }  # fmt: skip
-    dataset = fastamp.ImageFolder(
-        write(tmp_path, {f"class/{n}": d for n, d in files.items()}).as_posix(), 21
-    )
-    fast = list(map(dataset.__getitem__, range(len(dataset))))
-    hide(monkeypatch, "simplejpeg")
-    assert_same(list(map(dataset.__getitem__, range(len(dataset)))), fast)
-
-
 def test_it_is_a_dataset_like_any_other(folder):
     dataset = fastamp.ImageFolder(folder, (12, 16))
     samples = [dataset[i] for i in range(len(dataset))]

@@ -274,18 +274,3 @@ def test_a_folder_of_another_dataset_is_an_error_and_stays(name, folder):
     with pytest.raises(ValueError, match=f"cache: is not of this dataset: .*{found}.*; remove it"):
         fastamp.in_memory(dataset, folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_of_two_processes_that_make_one_folder_the_first_ones_stays(folder):
-    """Both read; here the second one begins while the first one reads item 5."""
-    nodes = []
-
-    def get(index):
-        if index == 5:
-            fastamp.in_memory(Counted(), folder)
-            nodes.append(folder.stat().st_ino)
-        return ITEMS["tuple"](index)
-
-    assert_same(fastamp.in_memory(Counted(get), folder)[:], fastamp.in_memory(Counted())[:])
-    assert nodes == [folder.stat().st_ino]
-    assert [path.name for path in folder.parent.iterdir()] == ["cache"]

@@ -248,16 +248,6 @@ def test_workers_may_be_taken_away(backend):
     assert_same([*loader], [*TorchDataLoader(Squares(9), 2)])
 
 
-@pytest.mark.parametrize("kind", [torch.Tensor, tuple])
-def test_a_function_that_somebody_has_registered_is_called_where_rows_would_be_gathered(
-    kind, backend, monkeypatch
-):
-    registered = torch.utils.data._utils.collate.default_collate_fn_map
-    dataset = TensorDataset(X)
-    monkeypatch.setitem(registered, kind, lambda samples, **_: len(samples))
-    assert [*fastamp.DataLoader(dataset, 2)] == [*TorchDataLoader(dataset, 2)]
-
-
 def test_indices_that_are_no_integers_give_what_torch_gives(backend):
     mask = torch.arange(N) % 2 == 0
     samplers = [torch.nonzero(mask), [slice(0, 3), slice(1, 4)], [[1, 2], [3, 4]], [True, True]]
@@ -320,7 +310,3 @@ def test_a_subclass_may_use_the_names_of_the_options():
     loader = Taken(Y, 4, shuffle=True, seed=1)
     assert_same([*loader], [*fastamp.DataLoader(Y, 4, shuffle=True, seed=1)])
     assert loader.device() == loader.seed == loader.worker == loader._stats == "own"
-
-
-def test_default_collate_is_what_a_loader_says_it_uses():
-    assert fastamp.DataLoader(X).collate_fn is default_collate

@@ -211,8 +211,8 @@ def test_a_program_without_ranks_is_a_world_of_one(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"rank": 1}, ValueError, "world_size: expected together with rank, got None"),
-        ({"world_size": 2}, ValueError, "rank: expected together with world_size, got None"),
+        ({"rank": 1}, ValueError, "rank, world_size: expected both or none, got 1 and N"),
+        ({"world_size": 2}, ValueError, "rank, world_size: expected both or none, got None a"),
         ({"rank": 2, "world_size": 2}, ValueError, "rank: expected less than world_size=2, got 2"),
         ({"rank": -1, "world_size": 2}, ValueError, "rank: expected an integer of at least 0"),
         ({"rank": 0, "world_size": 0}, ValueError, "world_size: expected an integer of at least 1"),

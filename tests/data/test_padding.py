@@ -109,26 +109,16 @@ def test_padding_keeps_gradients_and_promotes_dtypes(backend):
     assert samples[0].grad.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("make", [torch.ones, np.ones])
-def test_ragged_input_names_keys_index_and_both_shapes(backend, make):
+@pytest.mark.parametrize("make", [torch.ones, np.ones, lambda n: [1] * n])
+def test_ragged_input_names_its_keys_and_the_remedy(backend, make):
     samples = [{"text": {"ids": make(n)}} for n in (3, 3, 4)]
-    message = (
-        "samples[2]['text']['ids'] has shape (4,), samples[0]['text']['ids'] has shape (3,): "
-        "BatchCollator(pad={'text': {'ids': 0}}) pads it"
-    )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+    message = r"^samples\[i\]\['text'\]\['ids'\]: .* equal size.*\(`pad` takes a number for"
+    with pytest.raises(RuntimeError, match=message):
         fastamp.BatchCollator()(samples)
 
 
-def test_ragged_lists_name_keys_index_and_both_lengths(backend):
-    with pytest.raises(RuntimeError, match="each element in list of batch should be") as caught:
-        fastamp.BatchCollator()([{"ids": [1, 2]}, {"ids": [1]}])
-    assert "samples[1]['ids'] has length 1, samples[0]['ids'] has length 2" in str(caught.value)
-    assert "BatchCollator(pad={'ids': 0})" in str(caught.value)
-
-
 def test_padding_needs_one_number_of_dimensions(backend):
-    with pytest.raises(RuntimeError, match=re.escape("samples[1] has shape (2, 2)")):
+    with pytest.raises(RuntimeError, match=r"^samples\[i\]: .* equal size"):
         fastamp.BatchCollator(pad=0)([torch.ones(2), torch.ones(2, 2)])
 
 
@@ -151,6 +141,7 @@ def test_padding_needs_one_number_of_dimensions(backend):
         (-1, [torch.ones(1, dtype=torch.uint8)], ValueError, "torch.uint8 does not hold it"),
         (math.inf, [torch.ones(1, dtype=torch.int32)], ValueError, "torch.int32 does not hold it"),
         (math.nan, [[1], [1, 2]], ValueError, "torch.int64 does not hold it"),
+        ("0", [[1]], ValueError, "pad='0' for samples[0]: torch.int64 does not hold it"),
         (2**63, [[1]], ValueError, "pad=9223372036854775808 for samples[0]: torch.int64 does not"),
     ],
 )
@@ -160,8 +151,6 @@ def test_bad_padding_is_refused_at_the_first_batch(backend, pad, samples, error,
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(TypeError, match=re.escape("pad['a']['b']='0': expected a number")):
-        fastamp.BatchCollator({"a": {"b": "0"}})
     for multiple in (0, -8, 1.5, None, 2**63):
         with pytest.raises(ValueError, match=f"pad_multiple: expected an integer.*got {multiple}"):
             fastamp.BatchCollator(pad=0, pad_multiple=multiple)
@@ -174,7 +163,7 @@ def test_what_padding_does_not_help_is_told_as_torch_tells_it(backend):
             torch.utils.data.default_collate(samples)
         with pytest.raises(RuntimeError) as caught:
             fastamp.BatchCollator()(samples)
-        assert str(caught.value) == str(expected.value)
+        assert str(expected.value) in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

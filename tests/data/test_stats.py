@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -100,17 +99,9 @@ def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend
     assert stats.getitem_s > max(stats.collate_s, stats.copy_s)
 
 
-def test_threads_are_never_called_compute_bound():
-    used_s = time.process_time()
-    rows = Rows(40, lambda index: sum(range(20_000)) + index)
-    loader = fastamp.DataLoader(rows, 10, num_workers=2, worker="thread")
-    list(loader)
-    used_s = time.process_time() - used_s
-    stats = loader.stats()
-    assert 0 < stats.thread_cpu_s <= used_s
-    said = replace(stats, elapsed_s=10.0, wait_s=0.1, thread_cpu_s=6.0).verdict
-    assert said.startswith("waits 1 %; threads compute for 60 % of the time and may hold the GIL")
-    assert replace(stats, elapsed_s=10.0, wait_s=0.1, thread_cpu_s=0.0).verdict == "compute-bound"
+def test_threads_that_may_hold_the_gil_are_named():
+    stats = LoaderStats(batches=1, elapsed_s=1.0, path="item by item, in 2 threads: a reason")
+    assert str(stats).startswith("compute-bound; its threads may hold the GIL")
 
 
 class Slow(Squares):

@@ -178,8 +178,8 @@ def test_tokens_that_do_not_fit_are_refused_by_name(tmp_path):
     for sources, options, message in (
         (raw, {}, "t.bin has 9 bytes: expected 0 of a header and a multiple of 2 of"),
         (raw, {"header": 10}, "t.bin has 9 bytes: expected 10 of a header"),
-        (saved, {"header": 4}, r"header=4: expected 0, since path_or_array\[0\] is no file of raw"),
-        ([raw, tokens], {"header": 1}, r"header=1: expected 0, since path_or_array\[1\]"),
+        (saved, {"header": 4}, "header=4: expected 0 for anything but files of raw tokens"),
+        ([raw, tokens], {"header": 1}, "header=1: expected 0 for anything but"),
         ([tokens, np.zeros((3, 3), "u2")], {}, r"array\[1\]: expected one dimension .* \(3, 3\)"),
         ([tokens, np.zeros(9, "u4")], {}, r"\[1\]: expected one dimension of uint16 .* of uint32"),
         ([tokens, saved], {"dtype": "i4"}, r"\[0\]: expected one dimension of int32 .* of uint16"),
