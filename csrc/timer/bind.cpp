@@ -45,8 +45,7 @@ PyObject* profiler_flag = nullptr;
 Region* as_region(PyObject* self) { return reinterpret_cast<Region*>(self); }
 
 PyObject* too_many(const Region* region) {
-  return PyErr_Format(PyExc_RuntimeError, "region %.60R: 1000 are open; is a stop() missing?",
-                      region->path);
+  return PyErr_Format(PyExc_RuntimeError, "region %R: too many are open", region->path);
 }
 
 PyObject* region_enter(PyObject* self, PyObject*) {

@@ -28,6 +28,7 @@ _F = TypeVar("_F", bound="Callable[..., Any]")
 _T = TypeVar("_T")
 
 _MAX_PATHS = 1000
+_MAX_DEPTH = 200
 _OTHER = "(other)"
 
 
@@ -116,7 +117,7 @@ class Timer:
         """Return the region of this name inside the innermost open one, for a `with` statement.
 
         Raises:
-            RuntimeError: 1,000 regions are open in this thread, which the compiled core counts.
+            RuntimeError: 200 regions are open around it.
             TypeError: `name` is not a string.
         """
         if is_dynamo_compiling():
@@ -128,6 +129,9 @@ class Timer:
         name = _check_name(name)
         self._start_s = self._start_s or perf_counter()
         path = f"{outer.path}/{name}" if outer.path else name
+        if outer.path.count("/") >= _MAX_DEPTH:
+            msg = f"region {name!r}: {_MAX_DEPTH} are open around it; is a stop() missing?"
+            raise RuntimeError(msg)
         if path not in self._regions and len(self._regions) >= _MAX_PATHS:
             return self._regions.setdefault(_OTHER, self._make(_OTHER))
         region = self._regions.setdefault(path, self._make(path))

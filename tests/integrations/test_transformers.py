@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.accelerate_loops import fresh_state, use_fp16
+from support.accelerate_cases import fresh_state, use_fp16
 from support.devices import NATIVE
 from support.trainers import OVERFLOWS
 from support.training import assert_same_bits, assert_same_but_for_rounding

@@ -28,9 +28,6 @@ def test_sinks_get_every_value_in_order_until_the_tracker_is_closed():
     assert made.summary()["x"].count == 10_001
     assert sink == [("x", step, float(step)) for step in range(10_000)]
     assert [len(batch) for batch in batches] == [tracker.QUEUE, tracker.QUEUE, 10_000 % 4096]
-
-
-def test_what_is_no_sink_is_refused():
     with pytest.raises(TypeError, match="sinks: expected callables or SummaryWriters, got 'a'"):
         fastamp.MetricsTracker(sinks=[print, "a"])
 

@@ -97,12 +97,8 @@ class Recorder:
         def log_metrics(self, metrics, step):
             self.rows.append((step, dict(metrics)))
 
-        members = {
-            "name": "recorder",
-            "version": 0,
-            "log_metrics": log_metrics,
-            "log_hyperparams": lambda *_: None,
-        }
+        members = {"name": "recorder", "version": 0, "log_metrics": log_metrics}
+        members["log_hyperparams"] = lambda *_: None
         recorder = type("Recorder", (pl.loggers.logger.Logger,), members)()
         recorder.rows = []
         return recorder
