@@ -54,7 +54,9 @@ def test_statistics_are_exact_and_the_history_is_an_even_sample(values, capacity
 
 def test_values_that_are_not_finite_are_kept_and_leave_the_mean_alone():
     made = logged([1.0, math.inf, 3.0, math.nan])
-    assert made.summary()["x"] == fastamp.ScalarStats(4, 2.0, 1.0, 3.0, pytest.approx(math.nan, nan_ok=True))
+    assert made.summary()["x"] == fastamp.ScalarStats(
+        4, 2.0, 1.0, 3.0, pytest.approx(math.nan, nan_ok=True)
+    )
     np.testing.assert_array_equal(made.history("x")[1], [1.0, math.inf, 3.0, math.nan])
     assert math.isnan(logged([math.nan]).summary()["x"].max)
 
