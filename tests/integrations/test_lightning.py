@@ -110,14 +110,11 @@ def test_hooks_before_the_step_see_unscaled_gradients(pl, batches):
 def test_what_comes_between_clip_and_step_sees_clipped_gradients(pl, batches, by_hand, precision):
     found = []
 
-    def make_noise(self):
+    def clip(self, optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm"):
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         found.append(torch.nn.utils.get_total_norm(p.grad for p in self.parameters()).item())
         for parameter in self.parameters():
             parameter.grad += 0.5
-
-    def clip(self, optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm"):
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        make_noise(self)
 
     def step_by_hand(self, batch, _):
         optimizer = self.optimizers()
@@ -154,7 +151,7 @@ def test_a_sharded_loader_made_in_a_hook_overfits(pl):
 
 
 def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):
-    made = {}
+    made, stepped = {}, []
 
     def configure_optimizers(self):
         optimizer = FUSED(self.parameters())
@@ -162,31 +159,24 @@ def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):
             made[interval] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return [optimizer], [{"scheduler": made[name], "interval": name} for name in made]
 
-    module = make_module(pl, configure_optimizers=configure_optimizers)
-    # the last step is skipped, too
-    fit(pl, module, [*batches[4:], *batches[:4]], plugins=[make_plugin()])
+    def lr_scheduler_step(self, scheduler, metric):
+        stepped.append(scheduler)
+        scheduler.step()
+
+    members = {"lr_scheduler_step": lr_scheduler_step, "configure_optimizers": configure_optimizers}
+    data = [*batches[4:], *batches[:4]]  # the last step is skipped, too
+    trainer = fit(pl, make_module(pl, **members), data, plugins=[make_plugin()])
     assert {name: each.last_epoch for name, each in made.items()} == {
-        "step": N_BATCHES - 2,
+        "step": N_BATCHES - len(OVERFLOWS),
         "epoch": 1,
     }
+    assert len(stepped) == N_BATCHES - 1
+    assert "update_lr_schedulers" not in vars(trainer.fit_loop.epoch_loop)
 
 
 def test_without_such_a_scheduler_nothing_waits_for_the_step(pl, batches, monkeypatch):
     monkeypatch.setattr(StepReport, "skipped", property(lambda _: pytest.fail("it was read")))
     fit(pl, make_module(pl, interval=None), batches[:2], plugins=[make_plugin()])
-
-
-def test_the_modules_own_way_of_stepping_is_kept_and_put_back(pl, batches):
-    calls = []
-
-    def lr_scheduler_step(self, scheduler, metric):
-        calls.append(metric)
-        scheduler.step()
-
-    module = make_module(pl, lr_scheduler_step=lr_scheduler_step)
-    trainer = fit(pl, module, batches, plugins=[make_plugin()])
-    assert len(calls) == module.scheduler.last_epoch == N_BATCHES - len(OVERFLOWS)
-    assert "update_lr_schedulers" not in vars(trainer.fit_loop.epoch_loop)
 
 
 def test_checkpoints_of_lightnings_own_plugin_go_on(pl, batches, tmp_path):
