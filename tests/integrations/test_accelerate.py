@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.accelerate_cases import accelerate, forget, fresh_state, use_fp16
 from support.devices import HAS_CORE, NATIVE
-from support.trainers import LOSS, batches, make_model
+from support.trainers import LOSS, batches, make_model, train_by_hand
 from support.training import assert_same_bits, assert_same_but_for_rounding
 
 import fastamp
@@ -61,41 +61,23 @@ def train(own, batches, make_optimizer):
                 seen.append((str(norm.item()), own.optimizer_step_was_skipped))
             schedule.step()
             optimizer.zero_grad()
-    return seen, model.state_dict(), scaler, schedule.get_last_lr()
-
-
-def train_by_hand(batches, make_optimizer, precision, accumulate):
-    """Train with one call of fastamp's for each step."""
-    model, dtype = make_model(), DTYPES[precision]
-    scaler = fastamp.GradScaler("cpu", 1024.0, growth_interval=3, enabled=precision == "fp16")
-    optimizer = make_optimizer(model.parameters())
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    seen = []
-    for i, (x, y) in enumerate(batches):
-        with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            loss = LOSS(model(x), y) / accumulate
-        scaler.scale(loss).backward()
-        if (i + 1) % accumulate == 0:
-            scaler.step(optimizer, max_norm=0.1, zero_grad=True)
-            scaler.update()
-            seen.append((str(scaler.last_step.norm.item()), scaler.last_step.skipped))
-            if not scaler.last_step.skipped:
-                schedule.step()
-    return seen, model.state_dict(), scaler, schedule.get_last_lr()
+    return model, scaler, schedule, seen
 
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(("name", "accumulate"), [("fused", 1), ("foreach", 2)])
 def test_clip_and_step_are_fastamps_one_step(batches, precision, name, accumulate):
-    own, optimizer = make_accelerator(precision, accumulate), OPTIMIZERS[name]
-    seen, weights, scaler, rates = train_by_hand(batches, optimizer, precision, accumulate)
-    *found, found_weights, found_scaler, found_rates = train(own, batches, optimizer)
-    assert (found, found_rates) == ([seen], rates)
-    assert_same_bits(found_weights, weights)
-    assert found_scaler.state_dict() == scaler.state_dict()
-    assert found_scaler.skipped_steps == sum(skipped for _, skipped in seen) > 0
+    make_optimizer, dtype = OPTIMIZERS[name], DTYPES[precision]
+    expected, stock, rates, norms = train_by_hand(batches, dtype, make_optimizer, accumulate)
+    own = make_accelerator(precision, accumulate)
+    model, scaler, schedule, seen = train(own, batches, make_optimizer)
+    assert seen == [(str(norm), not math.isfinite(norm)) for norm in norms]
+    assert_same_bits(model.state_dict(), expected.state_dict())
+    assert scaler.state_dict() == stock.state_dict()
+    assert scaler.skipped_steps == sum(skipped for _, skipped in seen) > 0
+    assert schedule.get_last_lr() == rates.get_last_lr()
     way = "torch's: foreach=True" if name == "foreach" and HAS_CORE else NATIVE
-    assert found_scaler.last_step.way == way
+    assert scaler.last_step.way == way
 
 
 def clip_values_too(own, model, optimizer, _):

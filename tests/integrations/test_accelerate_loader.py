@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,8 +11,7 @@ import torch
 from support import accelerate_cases as cases
 from support import ranks
 from support.accelerate_cases import accelerate, fresh_state
-from support.loading import Squares, assert_same, check
-from support.streams import Stream
+from support.loading import assert_same, check
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
@@ -53,36 +51,6 @@ def test_device_placement_can_be_left_to_the_user():
     loader = fastamp.DataLoader(ROWS, BATCH)
     cases.make().prepare(loader, device_placement=[False])
     assert loader._fastamp.device is None
-
-
-@pytest.mark.parametrize("dataset", [ROWS, Squares(N)])
-def test_a_prepared_loader_resumes_after_the_last_batch_delivered(dataset):
-    def make():
-        return prepared(fastamp.DataLoader(dataset, BATCH, shuffle=True, seed=1))[1]
-
-    loader = make()
-    iterator = iter(loader)
-    for _ in range(5):
-        next(iterator)
-    state = pickle.loads(pickle.dumps(loader.state_dict()))
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert_same(list(resumed), list(iterator))
-    assert_same(list(resumed), list(loader))
-
-
-@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(10)), Stream(range(10))])
-def test_accumulation_ends_with_the_loader(dataset):
-    accelerator, loader, model = prepared(
-        fastamp.DataLoader(dataset, BATCH), torch.nn.Linear(1, 1), accumulate=2
-    )
-    for _ in range(2):
-        synced = []
-        for _ in loader:
-            with accelerator.accumulate(model):
-                synced.append(accelerator.sync_gradients)
-        assert synced == [False, True, True]
-    assert not accelerator.gradient_state.in_dataloader
 
 
 def test_loaders_inside_each_other_are_told_apart_and_may_be_left():

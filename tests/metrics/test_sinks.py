@@ -50,22 +50,6 @@ def test_a_sink_that_raises_is_reported_once_and_stops_nothing(caplog):
     assert sum(name == "x" for name, _, _ in sink) == made.summary()["x"].count == 20_000
 
 
-def test_ctrl_c_in_a_sink_ends_the_call_and_the_next_batch_is_written():
-    sink, presses = Collect(), [KeyboardInterrupt()]
-
-    def interrupted(scalars):
-        if presses:
-            raise presses.pop()
-        sink(scalars)
-
-    made = logged([1.0], sinks=[interrupted])
-    with pytest.raises(KeyboardInterrupt):
-        made.flush()
-    made.log_scalar("x", 2.0, 1)
-    made.close()
-    assert sink == [("x", 1, 2.0)]
-
-
 def test_only_the_first_rank_has_sinks(monkeypatch):
     sink = Collect()
     made = fastamp.MetricsTracker(sinks=[sink])

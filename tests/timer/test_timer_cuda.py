@@ -14,14 +14,11 @@ from fastamp.timer.regions import Region
 MAX_EVENTS = 4096  # fastamp/timer/events.py
 
 
-@pytest.fixture(params=["fallback", "cpu"])
-def gpu(request, monkeypatch):
-    if request.param not in fastamp.backends():
-        pytest.skip(f"backend {request.param} is not available")
+@pytest.fixture
+def gpu(backend, monkeypatch):
     gpu = FakeGpu()
     install(gpu, monkeypatch)
-    with _ops.use_only(request.param):
-        yield gpu
+    return gpu
 
 
 def test_a_timer_of_a_gpu_without_kernels_has_the_cores_regions_and_no_warning(gpu, monkeypatch):

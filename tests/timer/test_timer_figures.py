@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 
 import numpy as np
 import pytest
@@ -75,26 +74,6 @@ def test_json_has_the_summary_and_the_time_since_the_first_region_or_the_reset(
     timer.reset()
     now[0] = 17.0
     assert content()["elapsed"] == 2
-
-
-def test_a_file_that_cannot_grow_stays_as_it_was(tmp_path):
-    timer = Timer("cpu")
-    for number in range(100):
-        with timer(f"region {number}"):
-            pass
-    path = tmp_path / "timer.json"
-    path.write_text("older")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            timer.to_json(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [*tmp_path.iterdir()] == [path]
-    assert path.read_text() == "older"
-    timer.to_json(path)
-    assert json.loads(path.read_text())
 
 
 def test_the_table_has_a_line_for_each_region(timer):
