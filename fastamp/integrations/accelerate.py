@@ -61,7 +61,7 @@ def prepare(accelerator: Any) -> GradScaler:
         raise ValueError(msg + " (FSDP2 does not: fsdp_version=2)" * (kind == "FSDP"))
     if not isinstance(accelerator, _Accelerator):
         if accelerator._optimizers:
-            msg = "accelerator: it has prepared an optimizer; call fastamp's prepare before"
+            msg = "accelerator: it has prepared an optimizer; call prepare(accelerator) before"
             raise RuntimeError(msg)
         _Accelerator.put_before(accelerator)
         scaler = stock = accelerator.scaler

@@ -290,7 +290,7 @@ def test_what_cannot_be_prepared_is_refused_before_anything_is_touched():
             prepare(SimpleNamespace(distributed_type=SimpleNamespace(value=kind)))
     own = make_accelerator()
     optimizer = own.prepare(torch.optim.SGD([make_weight()], lr=1.0))
-    with pytest.raises(RuntimeError, match="it has prepared an optimizer; call fastamp's prepare"):
+    with pytest.raises(RuntimeError, match="it has prepared an optimizer; call prepare"):
         prepare(own)
     assert type(own) is accelerate.Accelerator
     assert type(optimizer) is accelerate.optimizer.AcceleratedOptimizer

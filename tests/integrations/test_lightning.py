@@ -190,7 +190,7 @@ def test_what_cannot_work_is_refused(pl, batches):
 
 
 OLDER_NAME = """
-import copy, logging, math, pickle, warnings
+import logging, math, warnings
 import pytorch_lightning as pl
 import torch
 from fastamp.integrations.lightning import AmpCallback, AmpPrecision, to_lightning_module
@@ -204,8 +204,6 @@ options = {"accelerator": "cpu", "max_epochs": 1, "gradient_clip_val": 0.1}
 trainer = pl.Trainer(plugins=[plugin], callbacks=[log], **options, **dict.fromkeys(quiet, False))
 loader = torch.utils.data.DataLoader(batches, batch_size=None)
 trainer.fit(to_lightning_module(torch.nn.Linear(4, 2)), loader)
-copies = [pickle.loads(pickle.dumps(plugin)), copy.deepcopy(log)]
-assert [type(each) for each in copies] == [AmpPrecision, AmpCallback]
 print(plugin.scaler.skipped_steps, log.tracker.history("train/skipped_steps")[0])
 """
 
