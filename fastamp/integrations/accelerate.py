@@ -21,8 +21,8 @@ def prepare(accelerator: Any) -> GradScaler:
 
     The loop stays as it is. `accelerator.clip_grad_norm_(parameters, max_norm)` reads the gradients
     once, unscales and clips them, and returns their norm, a tensor, without a wait for the device.
-    The `optimizer.step()` that follows does not read them a second time to skip. Call it once,
-    before `accelerator.prepare`, or at least before schedulers are made on prepared optimizers.
+    The `optimizer.step()` that follows does not read them a second time to skip. Call it before
+    `accelerator.prepare`.
 
     `accelerator.prepare(loader)` keeps a `fastamp.DataLoader`; over several processes one of
     `shard=True`. Every other loader, and one of an iterable dataset, or of ranks that share a model
@@ -38,7 +38,7 @@ def prepare(accelerator: Any) -> GradScaler:
       one's gradients twice.
 
     Args:
-        accelerator: an `accelerate.Accelerator`, which has its scaler.
+        accelerator: an `accelerate.Accelerator`, which has its scaler, torch's own.
 
     Returns:
         The scaler that makes the steps, for its `last_step` and `skipped_steps`, or a tracker's
@@ -46,8 +46,7 @@ def prepare(accelerator: Any) -> GradScaler:
         scaler that is not enabled.
 
     Raises:
-        RuntimeError: a scheduler was made on a prepared optimizer before.
-        TypeError: the scaler is not torch's own.
+        RuntimeError: it has prepared an optimizer already.
         ValueError: FSDP1, DeepSpeed, Megatron-LM or XLA clip and step by themselves.
 
     Example:
@@ -61,35 +60,16 @@ def prepare(accelerator: Any) -> GradScaler:
         msg = f"accelerator: its distributed_type {kind} clips and steps by itself"
         raise ValueError(msg + " (FSDP2 does not: fsdp_version=2)" * (kind == "FSDP"))
     if not isinstance(accelerator, _Accelerator):
-        for optimizer in accelerator._optimizers:
-            _check(optimizer)
-        scaler = _replace_scaler(accelerator)
+        if accelerator._optimizers:
+            msg = "accelerator: it has prepared an optimizer; call prepare(accelerator) before"
+            raise RuntimeError(msg)
         _Accelerator.put_before(accelerator)
-        accelerator._stepper = scaler
-        for optimizer in accelerator._optimizers:
-            accelerator._adopt(optimizer)
+        scaler = stock = accelerator.scaler
+        if stock is not None and not isinstance(stock, GradScaler):
+            scaler = accelerator.scaler = GradScaler(stock._device, enabled=stock.is_enabled())
+            scaler.load_state_dict(stock.state_dict())
+        accelerator._stepper = scaler or GradScaler(enabled=False)
     return accelerator._stepper  # type: ignore[no-any-return]
-
-
-def _replace_scaler(accelerator: Any) -> GradScaler:
-    """Replace torch's scaler by one of ours in its state; without one, return a disabled one."""
-    stock = accelerator.scaler
-    if stock is None or isinstance(stock, GradScaler):
-        return stock or GradScaler(enabled=False)
-    if type(stock) is not torch.amp.GradScaler:
-        msg = f"accelerator.scaler: expected a torch.amp.GradScaler, got {type(stock).__name__}"
-        raise TypeError(msg)
-    scaler = GradScaler(stock._device, enabled=stock.is_enabled())
-    scaler.load_state_dict(stock.state_dict())
-    accelerator.scaler = scaler
-    return scaler
-
-
-def _check(optimizer: Any) -> None:
-    """Refuse an optimizer whose `step` a scheduler has replaced on the instance."""
-    if "step" in vars(optimizer) and not isinstance(optimizer, _Optimizer):
-        msg = "prepare: call it before a scheduler is made on a prepared optimizer"
-        raise RuntimeError(msg)
 
 
 class _Accelerator(Methods):
@@ -106,7 +86,8 @@ class _Accelerator(Methods):
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepare an optimizer, whose steps fastamp makes."""
         made = super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]
-        self._adopt(made)
+        _Optimizer.put_before(made)
+        made._stepper = self._stepper
         return made
 
     def prepare_data_loader(
@@ -121,13 +102,6 @@ class _Accelerator(Methods):
             )
         self._dataloaders.append(made)
         return made
-
-    def _adopt(self, optimizer: Any) -> None:
-        if type(optimizer.optimizer).__module__.startswith("lomo_optim"):
-            return  # it steps in the backward pass
-        _check(optimizer)
-        _Optimizer.put_before(optimizer)
-        optimizer._stepper = self._stepper
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss if there is a scaler, and compute gradients; see Accelerate."""
@@ -155,7 +129,7 @@ class _Accelerator(Methods):
         owners = []
         for each in self._optimizers:
             own = _ids_of_grads(parameters_of([each.optimizer]))
-            if own and own <= given and isinstance(each, _Optimizer):
+            if own and own <= given:
                 held |= own
                 owners.append(each.optimizer)
         return owners if held == given else []

@@ -20,10 +20,7 @@ class EpochBatches(BatchSampler):
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A loader that tells Accelerate where it is in its pass.
-
-    The last batch is known by its number.
-    """
+    """A loader that tells Accelerate where it is in its pass."""
 
     _is_accelerate_prepared = True
     use_stateful_dataloader = True
@@ -40,24 +37,15 @@ class PreparedLoader(DataLoader[Any]):
         return int(self.batch_size or 1) * (1 if share is None else share.ranks)
 
     @property
-    def total_dataset_length(self) -> int:
-        """Samples of all processes."""
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
         """This process's batches, which `skip_first_batches` reads."""
-        whole, own = vars(self)["batch_sampler"], self._fastamp
-        sampler: Any = self.sampler
-        if whole is None or (own.share is None and not isinstance(sampler, SeededSampler)):
+        whole, own, sampler = vars(self)["batch_sampler"], self._fastamp, self.sampler
+        shuffle = isinstance(sampler, SeededSampler)
+        if whole is None or (own.share is None and not shuffle):
             return whole
         if own.share is not None:
-            options: Any = {
-                "shuffle": isinstance(sampler, SeededSampler),
-                "drop_last": self.drop_last,
-            }
-            ranks = own.share.ranks, own.share.rank
-            sampler = DistributedSampler(self.dataset, *ranks, seed=own.seed or 0, **options)
+            options: Any = {"shuffle": shuffle, "drop_last": self.drop_last, "seed": own.seed or 0}
+            sampler = DistributedSampler(self.dataset, own.share.ranks, own.share.rank, **options)
             sampler.set_epoch(own.next.epoch)
         return EpochBatches(sampler, self.batch_size or 1, self.drop_last)
 
@@ -67,7 +55,7 @@ class PreparedLoader(DataLoader[Any]):
         total = self._count_batches(begun.position.consumed)
         self.end_of_dataloader, self.remainder = False, -1
         if not self.drop_last:
-            self.remainder = self.total_dataset_length % self.total_batch_size
+            self.remainder = len(self.dataset) % self.total_batch_size  # type: ignore[arg-type]
         self.gradient_state._add_dataloader(self)
         try:
             for batch in begun:

@@ -10,7 +10,6 @@ import torch
 from fastamp.integrations.lightning_callbacks import AmpCallback, pl
 from fastamp.integrations.patching import is_unscaled, step_and_update
 from fastamp.step import GradScaler, StepReport
-from fastamp.step.native import parameters_of
 from fastamp.train import ModelCall
 
 __all__ = ["AmpCallback", "AmpPrecision", "to_lightning_module"]
@@ -38,9 +37,6 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
     Gradients are scaled in `on_after_backward`, and unscaled in all hooks between backward and
     step. `clip_gradients` clips at once; the step that follows skips by what its read has found.
 
-    A module's `optimizer_step` may run the closure by itself and then call `optimizer.step()`, with
-    "16-mixed" too (there Lightning's own plugin never steps, without an error).
-
     Args:
         precision: "16-mixed", "bf16-mixed" or "32-true".
         device: type of the device to train on; None is "cuda" if there is one, else "cpu".
@@ -50,6 +46,8 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         TypeError: `scaler` is not a `fastamp.GradScaler`; or a model is set up in Fabric, where
             `fastamp.optimizer_step` takes the place of the plugin.
         ValueError: another precision.
+        RuntimeError: with "16-mixed" a module's `optimizer_step` runs the closure by itself (there
+            Lightning's own plugin never steps, without an error).
 
     Example:
         >>> import lightning.pytorch as pl
@@ -134,10 +132,11 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         if not is_scaling and _needs_closure(optimizer):
             return pl.plugins.Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
         result = closure()
-        # None: training_step left the batch out, unless the module has run the closure by itself
-        is_done = closure is _optimizers.do_nothing_closure
-        is_none = is_scaling and result is None and model.automatic_optimization
-        self._is_left_out = is_none and not (is_done and _has_grads(optimizer))
+        # None: training_step left the batch out
+        self._is_left_out = is_scaling and result is None and model.automatic_optimization
+        if self._is_left_out and closure is _optimizers.do_nothing_closure:
+            msg = "optimizer_step: in fp16 call optimizer.step(closure=closure), not the closure"
+            raise RuntimeError(msg)
         clips_itself = _is_overridden("configure_gradient_clipping", model)
         if is_scaling and not self._is_left_out and (clips_itself or _has_hook_before_step(model)):
             self.scaler.clip_grad_norm_(optimizer, math.inf)  # unscales
@@ -169,10 +168,6 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
 # finds the class by it.
 AmpPrecision.__qualname__ = "MixedPrecision"
 MixedPrecision = AmpPrecision
-
-
-def _has_grads(optimizer: Any) -> bool:
-    return any(parameter.grad is not None for parameter in parameters_of([optimizer]))
 
 
 def _has_hook_before_step(model: Any) -> bool:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar, require
-from fastamp.metrics.watch import ScalerWatch
 from fastamp.step import GradScaler
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -43,8 +42,8 @@ class AmpCallback(pl.Callback):  # type: ignore[misc, name-defined]
     - Every `log_every_n_steps` batches: "train/batches_per_s", "train/samples_per_s" if a batch
       holds tensors, and "train/grad_norm", the last finite one.
 
-    All are logged with their steps. Only every `log_every_n_steps` batches does the callback wait
-    for the device and call the loggers.
+    Only every `log_every_n_steps` batches does the callback wait for the device and call the
+    loggers. The scaler counts steps: batches that a module leaves out have no number.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -55,25 +54,13 @@ class AmpCallback(pl.Callback):  # type: ignore[misc, name-defined]
     tracker: MetricsTracker
     """Holds what was logged; made when training starts."""
     _start_s = 0.0
-    _watch: ScalerWatch | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the tracker, whose loggers stay with the original."""
-        out = ("tracker", "_watch")
-        return {name: value for name, value in vars(self).items() if name not in out}
 
     def on_train_start(self, trainer: Any, _module: Any) -> None:
         """Watch the scaler."""
         self.tracker = MetricsTracker(sinks=[partial(_log, trainer.loggers)])
-        self._watch = None
         if isinstance(trainer.scaler, GradScaler):
-            self._watch = self.tracker._watch_scaler(trainer.scaler, trainer.global_step)
+            self.tracker.watch(trainer.scaler, first_step=trainer.global_step)
         self._n_batches, self._n_samples, self._start_s = 0, 0, time.perf_counter()
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """Number steps as Lightning does, which counts those that a module leaves out."""
-        if self._watch is not None:
-            self._watch.step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Any, _module: Any, _outputs: Any, batch: Any, _batch_idx: int

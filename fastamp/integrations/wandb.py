@@ -4,7 +4,7 @@ from collections import defaultdict
 from importlib import import_module
 from typing import Any
 
-from fastamp.metrics.sinks import Logged, Scalar, require
+from fastamp.metrics.sinks import Logged, require
 
 __all__ = ["AmpWandbCallback", "WandbSink"]  # noqa: F822 - from __getattr__
 
@@ -15,8 +15,7 @@ class WandbSink:
     """Log the scalars of a `fastamp.MetricsTracker` to a run of W&B, one row for each step.
 
     Charts have the tracker's steps on the x axis: the column "fastamp/step". The time of a row is
-    when its first scalar was logged. W&B's own step is not
-    set, so that the loop may log too, and late values are kept.
+    when its first scalar was logged. W&B's own step is not set, so that the loop may log too.
 
     Args:
         run: from `wandb.init`; None is the active run.
@@ -40,14 +39,13 @@ class WandbSink:
         self._run.define_metric(STEP)
         self._known: set[str] = set()
 
-    def __call__(self, scalars: list[Scalar]) -> None:
-        """Log a batch of (name, step, value)."""
+    def __call__(self, scalars: list[Logged]) -> None:
+        """Log a batch of a tracker."""
         rows: dict[int, dict[str, float]] = defaultdict(dict)
         for scalar in scalars:
             name, step, value = scalar
             rows[step][name] = value
-            if isinstance(scalar, Logged):  # else W&B takes the time of this call
-                rows[step].setdefault("_timestamp", scalar.time_s)
+            rows[step].setdefault("_timestamp", scalar.time_s)
             if name not in self._known:
                 self._known.add(name)
                 if name and "*" not in name:  # W&B cannot define these: they get its own steps

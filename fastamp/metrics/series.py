@@ -40,7 +40,7 @@ class Series:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._steps, self._values, self._stride = array("q"), array("d"), 1
-        self._count, self._last = 0, (0, math.nan)
+        self._count, self.last = 0, (0, math.nan)  # the last step and its value
         self._n_finite, self._sum, self._min, self._max = 0, 0.0, math.nan, math.nan
 
     def extend(self, steps: list[int], values: list[float]) -> None:
@@ -49,7 +49,7 @@ class Series:
         self._steps.extend(steps[start :: self._stride])
         self._values.extend(values[start :: self._stride])
         self._count += len(values)
-        self._last = (steps[-1], values[-1])
+        self.last = (steps[-1], values[-1])
         while len(self._steps) + self._is_last_apart() > self._capacity:
             del self._steps[1::2], self._values[1::2]
             self._stride *= 2
@@ -64,22 +64,17 @@ class Series:
         """Return the steps and values of the first, the last and an even sample in between."""
         steps, values = np.array(self._steps, np.int64), np.array(self._values, np.float64)
         if self._is_last_apart():
-            return np.append(steps, self._last[0]), np.append(values, self._last[1])
+            return np.append(steps, self.last[0]), np.append(values, self.last[1])
         return steps, values
-
-    @property
-    def last_step(self) -> int:
-        """The step of the last value."""
-        return self._last[0]
 
     def stats(self) -> ScalarStats:
         """Return the statistics of every value so far."""
         mean = self._sum / self._n_finite if self._n_finite else math.nan
-        return ScalarStats(self._count, mean, self._min, self._max, self._last[1])
+        return ScalarStats(self._count, mean, self._min, self._max, self.last[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in numbers and lists of them."""
-        lists = {"_steps": [*self._steps], "_values": [*self._values], "_last": [*self._last]}
+        lists = {"_steps": [*self._steps], "_values": [*self._values], "last": [*self.last]}
         return vars(self) | lists
 
     @classmethod

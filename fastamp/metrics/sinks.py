@@ -5,10 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from typing_extensions import Self
-
 Scalar: TypeAlias = tuple[str, int, float]
-Sink: TypeAlias = Callable[[list[Scalar]], object]
 
 
 class Logged(tuple[str, int, float]):  # noqa: SLOT001 - a tuple can have no slots with values
@@ -16,12 +13,6 @@ class Logged(tuple[str, int, float]):  # noqa: SLOT001 - a tuple can have no slo
 
     time_s: float
     """Seconds since 1970, as `time.time` returns them."""
-
-    def __new__(cls, scalar: Scalar, time_s: float = 0.0) -> Self:  # noqa: D102
-        # pickle gives no time: it sets the attribute.
-        made = super().__new__(cls, scalar)
-        made.time_s = time_s
-        return made
 
 
 def require(module: str, extra: str) -> Any:

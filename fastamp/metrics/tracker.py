@@ -32,22 +32,17 @@ class MetricsTracker:
     """Record scalars of a training run in bounded memory, without waiting for the device.
 
     `log_scalar` puts a value into a queue. `flush`, and every 4,096th value, empties the queue into
-    the histories and the sinks, in order; values on a device follow once they have been copied.
-    Only `flush`, `summary`, `history`, `state_dict`, `load_state_dict` and `close` wait for them,
-    and so does `log_scalar` when the device is 30,000 values behind. Any thread may log. A tracker
-    with sinks is closed at exit.
-
-    Sinks are called by the thread that empties the queue: one that may block needs a queue of its
-    own, as TensorBoard's writer and W&B have. A copy of a tracker, as in a module that is copied or
-    pickled, is a new one of the same capacity, without sinks.
+    the histories and the sinks, in order; values on a device follow once they have been copied. All
+    other methods wait for them, and so does `log_scalar` when the device is 30,000 values behind.
+    Any thread may log. A tracker with sinks is closed at exit. A copy, as in a module that is
+    copied or pickled, is a new tracker of the same capacity, without sinks.
 
     Args:
         capacity: number of values in the history of one name at most; at least 2.
         sinks: callables that accept a list of (name, step, value), or TensorBoard's
-            `SummaryWriter`. Each of these tuples has an attribute `time_s`, when it was logged, in
-            seconds since 1970: the time in TensorBoard, and in W&B by `WandbSink`. A sink that
-            raises an error is reported once, in the log, and called again with the next batch. Of
-            the ranks of torch.distributed only the first calls its sinks; all keep histories.
+            `SummaryWriter`. The tuples' attribute `time_s` is when they were logged, in seconds
+            since 1970. The thread that empties the queue calls them. The first error of a sink is
+            logged, none is raised. Only the first rank of torch.distributed calls its sinks.
 
     Raises:
         TypeError: a sink is neither a callable nor a SummaryWriter.
@@ -75,8 +70,7 @@ class MetricsTracker:
         self._capacity = capacity
         self._sinks = [sink_of(sink) for sink in sinks]
         self._series: dict[str, Series] = defaultdict(lambda: Series(capacity))
-        self._watched: list[Any] = []
-        self._stops: list[Callable[[], None]] = []
+        self._watched: dict[Any, Callable[[], None]] = {}  # how to stop, by the source
         self._queue: list[Entry] = []
         self._in_flight: deque[tuple[list[Entry], list[Transfer]]] = deque()
         self._lock = threading.RLock()
@@ -92,8 +86,8 @@ class MetricsTracker:
 
         Args:
             name: of the scalar, as "train/loss".
-            value: a number, or a tensor or array with one element of any real dtype on any device.
-                It may change in place afterwards. inf and NaN are kept.
+            value: a number, or a tensor or array with one element of any real dtype on any device,
+                which may change in place afterwards; also inf and NaN.
             step: of the training; any integer of 64 bits, in any order.
             time_s: when it was measured, for the sinks, in seconds since 1970; None is now.
 
@@ -130,8 +124,8 @@ class MetricsTracker:
         """
         if isinstance(source, GradScaler):
             if source not in self._watched:
-                self._watch_scaler(source, first_step)
-                self._watched.append(source)
+                known = self.summary() if first_step else {}  # of the run that is resumed
+                self._watched[source] = ScalerWatch(self._put, source, first_step, known).stop
             return
         if not isinstance(source, str | torch.device):
             msg = f"source: expected a GradScaler or a CUDA device, got {source!r}"
@@ -141,14 +135,7 @@ class MetricsTracker:
         if device.type == "cuda" and has_nvml:
             index = torch.cuda.current_device() if str(device) == "cuda" else device.index
             if index not in self._watched:
-                self._stops.append(watch_gpu(self._put, index))
-                self._watched.append(index)
-
-    def _watch_scaler(self, scaler: GradScaler, first_step: int) -> ScalerWatch:
-        known = self.summary() if first_step else {}  # of the run that is resumed
-        watch = ScalerWatch(self._put, scaler, first_step, known)
-        self._stops.append(watch.stop)
-        return watch
+                self._watched[index] = watch_gpu(self._put, index)
 
     def flush(self) -> None:
         """Pass everything logged so far to the histories and the sinks; waits for the device."""
@@ -192,14 +179,14 @@ class MetricsTracker:
         with self._lock:
             self._series.clear()
             self._series.update(loaded)
-            self.last_step = max((each.last_step for each in loaded.values()), default=0)
+            self.last_step = max((each.last[0] for each in loaded.values()), default=0)
 
     def close(self) -> None:
         """Flush, and end what is watched; the sinks are called no more, the histories stay."""
-        for stop in self._stops:
+        for stop in self._watched.values():
             stop()
         self.flush()
-        self._sinks, self._watched, self._stops = [], [], []
+        self._sinks, self._watched = [], {}
         atexit.unregister(self.close)
 
     def _put(
@@ -242,7 +229,9 @@ class MetricsTracker:
         for place, (name, step, queued, time_s) in enumerate(batch):
             value: Any = arrived[place] if isinstance(queued, tuple) else queued
             made = ((name, step, value),) if isinstance(name, str) else name(step, value)
-            scalars += [Logged(scalar, time_s) for scalar in made]
+            for scalar in map(Logged, made):
+                scalar.time_s = time_s
+                scalars.append(scalar)
         columns: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         for name, step, value in scalars:
             steps, values = columns[name]
@@ -316,8 +305,6 @@ def _to_host(name: object, value: Any) -> float | list[float] | OnDevice:
     if several:
         return value.tolist()  # type: ignore[no-any-return]
     with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        number = value.item() if hasattr(value, "item") else value
-        if not isinstance(number, (str, bytes, bytearray)):  # in which float() reads a number
-            return float(number)
+        return float(value.item() if hasattr(value, "item") else value)
     msg = f"value of {name!r}: expected one real number, got {value!r}"
     raise TypeError(msg)

@@ -24,15 +24,12 @@ GPU_INTERVAL_S = 1.0  # NVML's utilization is a mean over 1/6 to 1 s, depending 
 
 
 class ScalerWatch:
-    """Logs every step of a fastamp.GradScaler; `known` are the scalars of the run so far.
-
-    `step` is the number of the next one.
-    """
+    """Logs every step of a fastamp.GradScaler; `known` are the scalars of the run so far."""
 
     def __init__(
         self, log: Log, scaler: Any, first_step: int, known: dict[str, ScalarStats]
     ) -> None:
-        self._log, self._scaler, self.step = log, scaler, first_step
+        self._log, self._scaler, self._step = log, scaler, first_step
         scale, skipped = (known.get(f"train/{name}") for name in ("loss_scale", "skipped_steps"))
         self._scale = scale.last if scale else math.nan
         self._n_skipped = int(skipped.last) if skipped else 0
@@ -52,11 +49,11 @@ class ScalerWatch:
         if not isinstance(values, Tensor):
             parts = report.norm, report.found_inf, report.scale
             values = torch.stack([part.to(report.norm.device) for part in parts])
-        self._log(self._scalars_of, values, self.step)
+        self._log(self._scalars_of, values, self._step)
 
     def updated(self) -> None:
         """Count a step."""
-        self.step += 1
+        self._step += 1
 
     def _scalars_of(self, step: int, values: list[float]) -> Iterator[Scalar]:
         norm, found_inf, *_, scale = values

@@ -46,7 +46,7 @@ class DeviceFigures:
 
     def __init__(self, series: Region) -> None:
         self.series = series
-        self.gap_ns = self.dropped = self.captured = 0
+        self.gap_ns = self.dropped = 0
 
 
 class _Interval:
@@ -98,10 +98,8 @@ class DeviceClock:
         """Record an event on the interval's stream, or count why not."""
         with self._lock:
             figures = self.figures_of(interval.path)
-            if torch.cuda.is_current_stream_capturing():
-                figures.captured += 1
-                return False
-            event = self._take_event()
+            is_capturing = torch.cuda.is_current_stream_capturing()
+            event = None if is_capturing else self._take_event()
             if event is None:
                 figures.dropped += 1
                 return False

@@ -59,9 +59,7 @@ class RegionStats(NamedTuple):
     gap: float = 0.0
     """Total on the GPU between the event before the region, in its stream, and the region."""
     dropped: int = 0
-    """How often it was not timed on the GPU, because 4,096 events were in flight."""
-    captured: int = 0
-    """How often it was not timed on the GPU, because a CUDA graph was being captured."""
+    """How often it was not timed on the GPU: 4,096 events in flight, or a CUDA graph's capture."""
     histogram: tuple[tuple[int, int], ...] = ()
     """(bucket, count). Each nanosecond below 64 has its own bucket, each doubling above has 32."""
 
@@ -77,7 +75,7 @@ class Timer:
     it. 1,000 paths are kept apart; further ones are counted together as "(other)".
 
     Inside `torch.compile` regions are left out of the graph. While a CUDA graph is captured they
-    are not timed on the GPU, and counted in `captured`. torch's profiler shows them as ranges.
+    are not timed on the GPU, and counted in `dropped`. torch's profiler shows them as ranges.
 
     A copy of a timer, as in a module that is copied or pickled, is a new one of the same device.
 
@@ -110,7 +108,6 @@ class Timer:
         self._make: Callable[[str], Region] = lambda path: make_region(path, begin, always)
         self._root = self._make("")
         self._regions: dict[str, Region] = {}
-        self._depths: dict[str, int] = {}  # number of regions around each path, plus 1
         self._start_s = 0.0  # of the first region, or of the newest reset after it
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,25 +128,18 @@ class Timer:
         outer = self._root.innermost()
         name = _check_name(name)
         self._start_s = self._start_s or perf_counter()
-        depth = self._depths.get(outer.path, 0) + 1
-        if depth > _MAX_DEPTH:
+        path = f"{outer.path}/{name}" if outer.path else name
+        if outer.path.count("/") >= _MAX_DEPTH:
             msg = f"region {name!r}: {_MAX_DEPTH} are open around it; is a stop() missing?"
             raise RuntimeError(msg)
-        path = f"{outer.path}/{name}" if outer.path else name
         if path not in self._regions and len(self._regions) >= _MAX_PATHS:
             return self._regions.setdefault(_OTHER, self._make(_OTHER))
         region = self._regions.setdefault(path, self._make(path))
-        self._depths[path] = depth
         outer.children[name] = region
         return region
 
     def start(self, name: str) -> None:
-        """Open a region, to be closed by `stop` in the same thread.
-
-        Raises:
-            RuntimeError: 200 regions are open around it.
-            TypeError: `name` is not a string.
-        """
+        """Open a region, to be closed by `stop` in the same thread; raises what a call does."""
         if not is_dynamo_compiling():
             self(name).__enter__()
 
@@ -185,8 +175,7 @@ class Timer:
 
         Raises:
             TypeError: `name` is not a string, as in `@timer.wrap` without one; or the function is a
-                generator or asynchronous: its body runs in pieces, between which other regions
-                begin and end.
+                generator or asynchronous, whose body runs in pieces.
         """
         _check_name(name)
 
@@ -225,15 +214,15 @@ class Timer:
         if self._clock is not None:
             self._clock.wait()
         found = {path: self._stats(region) for path, region in list(self._regions.items())}
-        return {path: s for path, s in found.items() if s.count or s.dropped or s.captured}
+        return {path: s for path, s in found.items() if s.count or s.dropped}
 
     def _stats(self, region: Region) -> RegionStats:
-        figures, others = region.figures(), (0.0, 0, 0)
+        figures, others = region.figures(), (0.0, 0)
         host_s = figures[1] / 1e9
         if self._clock is not None:
             device = self._clock.figures_of(region.path)
             figures = device.series.figures()
-            others = (device.gap_ns / 1e9, device.dropped, device.captured)
+            others = (device.gap_ns / 1e9, device.dropped)
         count, sum_ns, min_ns, max_ns, buffer = figures
         hits = np.frombuffer(buffer, np.int64)
         ranks = np.ceil(np.multiply((0.5, 0.9, 0.99), count))
@@ -245,7 +234,7 @@ class Timer:
         return RegionStats(count, total, mean, low, high, p50, p90, p99, host_s, *others, histogram)
 
     def table(self) -> str:
-        """Return `summary()` as text: a line for each region, then what was not timed and why."""
+        """Return `summary()` as text: a line for each region, then how many were not timed."""
         times = ["total", "mean", "min", "p50", "p90", "p99", "max"]
         times += ["host", "gap"] * (self._clock is not None)
         rows, notes = [["region", "count", *times]], []
@@ -253,9 +242,8 @@ class Timer:
             durations = [_duration(getattr(stats, name)) for name in times]
             rows.append([path, f"{stats.count:,}", *durations])
             if stats.dropped:
-                notes.append(f"{path}: {stats.dropped:,} not timed, too many events were under way")
-            if stats.captured:
-                notes.append(f"{path}: {stats.captured:,} not timed in the capture of a CUDA graph")
+                reason = "too many events in flight, or the capture of a CUDA graph"
+                notes.append(f"{path}: {stats.dropped:,} not timed: {reason}")
         return "\n".join(align(rows) + notes)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
@@ -305,8 +293,6 @@ def _check_name(name: object) -> str:
     """Return a region's name, or raise an error."""
     if not isinstance(name, str):
         msg = f"name: expected a str, got {name!r}"
-        if callable(name):
-            msg += "; a decorator needs it: @timer.wrap('forward')"
         raise TypeError(msg)
     return name
 

@@ -29,27 +29,30 @@ __all__ = ["batches", "pl"]  # fixtures
 pytestmark = MARKS
 
 
-def test_the_callback_logs_scale_changes_overflows_norms_and_throughput(pl, batches):
-    recorder, plugin = Recorder(pl), make_plugin()
-    norms, step = [], plugin.scaler.step
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_the_callback_logs_scale_changes_overflows_norms_and_throughput(pl, batches, precision):
+    recorder, plugin = Recorder(pl), make_plugin(precision)
+    norms, calls, step = [], [], plugin.scaler.step
 
     def recording_step(*args, **kwargs):
         step(*args, **kwargs)
         norms.append(plugin.scaler.last_step.norm.item())
 
     plugin.scaler.step = recording_step
-    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 5}
-    fit(pl, make_module(pl), batches, plugins=[plugin], **options)
+    hook = {"on_train_batch_end": lambda *_: calls.append(len(recorder.rows))}
+    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 4}
+    fit(pl, make_module(pl, **hook), batches, plugins=[plugin], **options)
     scales = [(0, 1024.0), (3, 2048.0), (4, 1024.0), (7, 2048.0), (8, 1024.0), (11, 2048.0)]
-    assert logged(recorder, "train/loss_scale") == scales
+    assert logged(recorder, "train/loss_scale") == (scales if precision == "16-mixed" else [])
     assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
     assert logged(recorder, "train/skipped_steps") == [(3, 1.0), (7, 2.0)]
-    assert logged(recorder, "train/grad_norm") == [(i, norms[i]) for i in (4, 9, 11)]
-    assert [s for s, _ in logged(recorder, "train/batches_per_s")] == [4, 9]
-    rates = zip(
-        *(logged(recorder, f"train/{n}_per_s") for n in ("samples", "batches")), strict=True
-    )
-    assert all(n == pytest.approx(8 * n_batches) for (_, n), (_, n_batches) in rates)
+    assert logged(recorder, "train/grad_norm") == [(i, norms[i]) for i in (2, 6, 11)]
+    assert all(math.isfinite(value) for _, row in recorder.rows for value in row.values())
+    rates = [logged(recorder, f"train/{name}_per_s") for name in ("samples", "batches")]
+    assert [n for _, n in rates[0]] == [pytest.approx(8 * n) for _, n in rates[1]]
+    assert [s for s, _ in rates[1]] == [3, 7, 11]
+    assert calls[:3] == [0] * 3 != calls[3:6]  # the loggers are called only so often
+    assert calls[3] == calls[6] < calls[7]
     assert plugin.scaler._observers == []
 
 
@@ -64,43 +67,6 @@ def test_samples_are_counted_in_a_tokenizers_batches(pl, batches):
     fit(pl, module, encoded, plugins=[make_plugin()], **options)
     rates = [logged(recorder, f"train/{name}_per_s") for name in ("samples", "batches")]
     assert [n for _, n in rates[0]] == [pytest.approx(8 * n) for _, n in rates[1]] != []
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-@pytest.mark.parametrize("hook", ["training_step", "optimizer_step"])
-def test_steps_after_one_that_is_left_out_have_lightnings_numbers(pl, batches, precision, hook):
-    def training_step(self, batch, batch_idx):
-        return None if batch_idx == 1 else LOSS(self.model(batch[0]), batch[1])
-
-    def optimizer_step(_self, _epoch, batch_idx, optimizer, closure):
-        closure() if batch_idx == 1 else optimizer.step(closure=closure)
-
-    recorder = Recorder(pl)
-    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 1}
-    module = make_module(pl, **{hook: locals()[hook]})
-    fit(pl, module, batches, plugins=[make_plugin(precision)], **options)
-    assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
-    assert logged(recorder, "train/skipped_steps") == [(3, 1.0), (7, 2.0)]
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_the_norm_of_an_overflow_is_not_logged(pl, batches, precision):
-    recorder = Recorder(pl)
-    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 4}
-    fit(pl, make_module(pl), batches[:10], plugins=[make_plugin(precision)], **options)
-    assert [step for step, _ in logged(recorder, "train/grad_norm")] == [2, 6, 9]
-    assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
-    assert all(math.isfinite(value) for _, row in recorder.rows for value in row.values())
-
-
-def test_the_callback_calls_the_loggers_only_so_often(pl, batches):
-    recorder, calls = Recorder(pl), []
-    hook = {"on_train_batch_end": lambda *_: calls.append(len(recorder.rows))}
-    options = {"logger": recorder, "callbacks": [AmpCallback()], "log_every_n_steps": 6}
-    fit(pl, make_module(pl, **hook), batches, plugins=[make_plugin()], **options)
-    assert calls[:5] == [0] * 5
-    assert calls[5] == calls[10] < calls[11]
 
 
 def test_validation_does_not_count_for_the_throughput(pl, batches, monkeypatch):

@@ -54,10 +54,10 @@ def test_statistics_are_exact_and_the_history_is_an_even_sample(values, capacity
 
 def test_values_that_are_not_finite_are_kept_and_leave_the_mean_alone():
     made = logged([1.0, math.inf, 3.0, math.nan])
-    stats = made.summary()["x"]
-    assert (stats.count, stats.mean, stats.min, stats.max) == (4, 2.0, 1.0, 3.0)
+    assert made.summary()["x"] == fastamp.ScalarStats(
+        4, 2.0, 1.0, 3.0, pytest.approx(math.nan, nan_ok=True)
+    )
     np.testing.assert_array_equal(made.history("x")[1], [1.0, math.inf, 3.0, math.nan])
-    assert math.isnan(stats.last)
     assert math.isnan(logged([math.nan]).summary()["x"].max)
 
 
@@ -71,26 +71,24 @@ def test_numbers_of_every_kind_are_taken():
 def test_what_is_no_scalar_is_refused_and_leaves_nothing():
     made = fastamp.MetricsTracker()
     tensors = [torch.ones(2, 3), torch.tensor(1j), torch.ones((), device="meta")]
-    texts = ["1.5", b"2", np.array("3")]
-    for value in (1j, None, 10**400, np.ones(2), *texts, *tensors):
+    for value in (1j, None, "a", 10**400, np.ones(2), *tensors):
         with pytest.raises(TypeError, match="value of 'loss': expected one real number, got"):
             made.log_scalar("loss", value, 0)
-    for name, step in (("loss", 2**70), (b"loss", 1)):
+    for name, step in (("loss", 2**63), (b"loss", 1)):
         text = f"integer of 64 bits, got name={name!r}, step={step!r}"
         with pytest.raises(TypeError, match=re.escape(text)):
             made.log_scalar(name, 1.0, step)
     with pytest.raises(TypeError, match="float"):
         made.log_scalar("loss", 1.0, 0.5)
     assert made.summary() == {}
-
-
-def test_arguments_are_checked():
-    for wrong in (1, 1e4, math.nan, "9"):  # a state with 1e4 in it could not be loaded
-        with pytest.raises(ValueError, match=f"capacity: expected an integer.* got {wrong!r}"):
-            fastamp.MetricsTracker(wrong)
-    made = logged([1.0], name="train/loss")
-    with pytest.raises(KeyError, match=r"nothing was logged as 'loss', only as \['train/loss'\]"):
+    with pytest.raises(KeyError, match=r"nothing was logged as 'loss', only as \[\]"):
         made.history("loss")
+
+
+@pytest.mark.parametrize("capacity", [1, 1e4, "9"])  # a state with 1e4 in it could not be loaded
+def test_a_capacity_is_an_integer_of_at_least_2(capacity):
+    with pytest.raises(ValueError, match=f"capacity: expected an integer.* got {capacity!r}"):
+        fastamp.MetricsTracker(capacity)
 
 
 def test_memory_does_not_grow_with_the_number_of_values():
@@ -103,8 +101,7 @@ def test_memory_does_not_grow_with_the_number_of_values():
         after, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 200_000
-    assert peak < 3_000_000
+    assert (after - before < 200_000, peak < 3_000_000) == (True, True)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -124,13 +121,13 @@ def test_a_copy_of_a_module_has_a_new_tracker_without_sinks(copied):
 
 def test_a_state_takes_the_place_of_what_was_logged():
     sink = Collect()
-    made = fastamp.MetricsTracker(sinks=[sink])
-    made.log_scalar("a", 1.0, 1)
+    made = logged([1.0], sinks=[sink], name="a")
     state = made.state_dict()
     made.log_scalar("a", 2.0, 2)
     made.log_scalar("b", 3.0, 2)
     made.load_state_dict(state)
     assert made.state_dict() == state
+    assert made.last_step == 0
     assert [name for name, _, _ in sink] == ["a", "a", "b"]
     made.close()
 
@@ -214,22 +211,13 @@ def test_a_device_tensor_is_not_read_before_it_is_ready(far_away):
     assert made.summary()["loss"].mean == (2 * tracker.QUEUE - 1) / 2
 
 
-def test_asking_waits_and_keeps_the_order(far_away):
-    sink = Collect()
-    with torch.inference_mode():
-        made = logged([torch.tensor(float(step)) for step in range(9)], sinks=[sink])
-    for step in range(9, 3000):
-        made.log_scalar("x", float(step) if step % 2 else torch.tensor(float(step)), step)
-    made.flush()
-    assert far_away.n_waits > 0
-    assert sink == [("x", step, float(step)) for step in range(3000)]
-
-
-def test_a_wait_for_the_device_that_is_interrupted_loses_nothing(far_away, monkeypatch):
+def test_asking_waits_keeps_the_order_and_loses_nothing_if_interrupted(far_away, monkeypatch):
     sink = Collect()
     made = fastamp.MetricsTracker(sinks=[sink])
-    for step in range(10):
-        made.log_scalar("x", torch.tensor(float(step)), step)
+    with torch.inference_mode():
+        values = [torch.tensor(float(step)) if step % 2 else float(step) for step in range(30)]
+    for step, value in enumerate(values):
+        made.log_scalar("x", value, step)
 
     def interrupt():
         raise KeyboardInterrupt
@@ -238,9 +226,10 @@ def test_a_wait_for_the_device_that_is_interrupted_loses_nothing(far_away, monke
         patch.setattr(far_away, "synchronize", interrupt)
         with pytest.raises(KeyboardInterrupt):
             made.flush()
-    made.log_scalar("x", 10.0, 10)
+    made.log_scalar("x", 30.0, 30)
     made.close()
-    assert sink == [("x", step, float(step)) for step in range(11)]
+    assert far_away.n_waits > 0
+    assert sink == [("x", step, float(step)) for step in range(31)]
 
 
 def test_a_device_far_behind_is_waited_for_rather_than_remembered(far_away):

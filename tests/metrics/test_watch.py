@@ -92,7 +92,7 @@ class NVMLError(Exception):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Stand in for pynvml and for torch's view of two GPUs."""
+    """Stand in for pynvml and for torch's view of two GPUs, of which the second tells no power."""
 
     def power(handle):
         if handle == "GPU-b":
@@ -112,26 +112,13 @@ def nvml(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(uuid="ab"[i])
-    )
-
-
-def test_a_missing_package_is_named_with_its_extra(nvml, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(ImportError, match=r"pip install 'fastamp\[gpu\]'"):
-        fastamp.MetricsTracker().watch("cuda")
+    uuids = [types.SimpleNamespace(uuid=uuid) for uuid in "ab"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", uuids.__getitem__)
+    return fake
 
 
 def gpu_threads():
     return [t for t in threading.enumerate() if t.name == "fastamp-gpu"]
-
-
-def wait_for(made, n_names):
-    end_s = time.monotonic() + 20
-    while len(made.summary()) < n_names:
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 def test_each_gpu_is_asked_in_one_thread_by_uuid_until_the_tracker_is_closed(nvml):
@@ -139,7 +126,10 @@ def test_each_gpu_is_asked_in_one_thread_by_uuid_until_the_tracker_is_closed(nvm
     made.log_scalar("x", 0.0, 42)
     for name in ("cuda", "cuda:1", "cuda", torch.device("cuda:0"), "cpu"):
         made.watch(name)
-    wait_for(made, 6)
+    end_s = time.monotonic() + 20
+    while len(made.summary()) < 6:
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
     assert len(gpu_threads()) == 2
     assert [a[0].item() for a in made.history("gpu0/utilization_pct")] == [42, 87.0]
     assert made.history("gpu0/power_w")[1][0] == 123.456
@@ -155,25 +145,22 @@ def test_a_driver_that_refuses_is_told_of_in_the_log(nvml, monkeypatch, caplog, 
         msg = "Driver/library version mismatch"
         raise NVMLError(msg)
 
-    monkeypatch.setattr(sys.modules["pynvml"], broken, refuse)
+    monkeypatch.setattr(nvml, broken, refuse)
     made = fastamp.MetricsTracker()
     made.watch("cuda:1")
     assert caplog.messages == ["cuda:1 is not watched: Driver/library version mismatch"]
-    assert gpu_threads() == []
     made.close()
 
 
-def test_what_is_no_device_is_refused_by_name():
-    with pytest.raises(RuntimeError, match="gpu0"):
-        fastamp.MetricsTracker().watch("gpu0")
-    with pytest.raises(TypeError, match="source: expected a GradScaler or a CUDA device, got 3"):
-        fastamp.MetricsTracker().watch(3)
-
-
-def test_without_a_gpu_there_is_nothing_to_watch(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_what_cannot_be_watched_is_an_error_unless_there_is_no_gpu(nvml, monkeypatch):
     made = fastamp.MetricsTracker()
+    with pytest.raises(RuntimeError, match="gpu0"):
+        made.watch("gpu0")
+    with pytest.raises(TypeError, match="source: expected a GradScaler or a CUDA device, got 3"):
+        made.watch(3)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ImportError, match=r"pip install 'fastamp\[gpu\]'"):
+        made.watch("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     made.watch("cuda")
-    made.watch("cpu")
     assert gpu_threads() == []

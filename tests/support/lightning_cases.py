@@ -82,7 +82,7 @@ def make_module(seen: list[list[int]], *, sharded: bool, overflow: bool) -> Any:
 def fit(
     precision: str = "32-true",
     *,
-    strategy: str = "auto",
+    strategy: str,
     share: str = "shard",
     overflow: bool = False,
     folder: Any = None,
@@ -91,7 +91,7 @@ def fit(
 
     Args:
         precision: of the plugin.
-        strategy: "auto", "ddp" or "fsdp2".
+        strategy: "ddp" or "fsdp2".
         share: "shard" gives a sharded loader, "lightning" leaves it to Lightning.
         overflow: in one step of each epoch.
         folder: of a checkpoint, of the step SAVED.
@@ -103,11 +103,11 @@ def fit(
     launch()
     try:
         count = dist.get_world_size() if dist.is_initialized() else 1
-        known: dict[str, Any] = {"auto": "auto", "ddp": "ddp", "fsdp2": None}
-        sharded = strategy == "fsdp2"
-        chosen = known[strategy] or pl.strategies.ModelParallelStrategy(
-            data_parallel_size=count, tensor_parallel_size=1, process_group_backend="gloo"
-        )
+        sharded, chosen = strategy == "fsdp2", strategy
+        if sharded:
+            chosen = pl.strategies.ModelParallelStrategy(
+                data_parallel_size=count, tensor_parallel_size=1, process_group_backend="gloo"
+            )
         scaler = fastamp.GradScaler("cpu", 1024.0) if precision == "16-mixed" else None
         path = folder and Path(folder) / "run.ckpt"
         there = folder and path.exists()

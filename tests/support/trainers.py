@@ -48,6 +48,26 @@ def make_scaler():
     return fastamp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
 
 
+def train_by_hand(batches, dtype, make_optimizer=FUSED, accumulate=1):
+    """Train with one call of fastamp's for each step; in fp16 with a scaler, in None in FP32."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = make_scaler() if dtype is torch.float16 else fastamp.GradScaler("cpu", enabled=False)
+    norms = []
+    for i, (x, y) in enumerate(batches):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = LOSS(model(x), y) / accumulate
+        scaler.scale(loss).backward()
+        if (i + 1) % accumulate == 0 or i + 1 == len(batches):
+            scaler.step(optimizer, max_norm=0.1, zero_grad=True)
+            scaler.update()
+            norms.append(scaler.last_step.norm.item())
+            if not scaler.last_step.skipped:
+                schedule.step()
+    return model, scaler, schedule, norms
+
+
 def make_plugin(precision="16-mixed"):
     from fastamp.integrations.lightning import AmpPrecision
 
@@ -97,12 +117,8 @@ class Recorder:
         def log_metrics(self, metrics, step):
             self.rows.append((step, dict(metrics)))
 
-        members = {
-            "name": "recorder",
-            "version": 0,
-            "log_metrics": log_metrics,
-            "log_hyperparams": lambda *_: None,
-        }
+        members = {"name": "recorder", "version": 0, "log_metrics": log_metrics}
+        members["log_hyperparams"] = lambda *_: None
         recorder = type("Recorder", (pl.loggers.logger.Logger,), members)()
         recorder.rows = []
         return recorder

@@ -10,35 +10,32 @@ import pickle
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch.autograd import profiler
 
-import fastamp
-from fastamp import Timer, _ops
+from fastamp import Timer
 from fastamp.timer.events import Extras
 
 
-def test_many_regions_take_no_memory(timer, backend):
+def counts(timer):
+    return {path: stats.count for path, stats in timer.summary().items()}
+
+
+def test_many_regions_take_no_memory(timer):
     def resident_nbytes() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    def run(count: int) -> None:
-        for _ in range(count):
-            with timer("x"):
-                pass
-
-    total = 2_000_000 if backend == "cpu" else 500_000
-    run(100_000)
-    before = resident_nbytes()
-    run(total - 100_000)
-    grown = resident_nbytes() - before
-    assert timer.summary()["x"].count == total
-    assert grown <= 128 * 1024
+    for i in range(500_000):
+        if i == 100_000:
+            before = resident_nbytes()
+        with timer("x"):
+            pass
+    assert resident_nbytes() - before <= 128 * 1024
+    assert counts(timer) == {"x": 500_000}
 
 
 def test_nested_regions_are_named_by_their_path(timer):
@@ -50,14 +47,8 @@ def test_nested_regions_are_named_by_their_path(timer):
                 pass
     with timer("forward"):
         pass
-    counts = {path: stats.count for path, stats in timer.summary().items()}
-    assert counts == {
-        "step": 2,
-        "step/forward": 2,
-        "step/forward/attention": 2,
-        "step/backward": 2,
-        "forward": 1,
-    }
+    inside = {"step/forward": 2, "step/forward/attention": 2, "step/backward": 2}
+    assert counts(timer) == {"step": 2, **inside, "forward": 1}
 
 
 def test_a_decorated_function_is_a_region(timer):
@@ -73,7 +64,9 @@ def test_a_decorated_function_is_a_region(timer):
 
     assert (double(2, y=1), Model().forward(4)) == (5, 8)
     assert (double.__name__, double.__doc__) == ("double", "Double.")
-    assert {p: s.count for p, s in timer.summary().items()} == {"f": 1, "method": 1, "method/f": 1}
+    assert counts(timer) == {"f": 1, "method": 1, "method/f": 1}
+    with pytest.raises(TypeError, match="name: expected a str, got <function"):
+        timer.wrap(double)  # @timer.wrap
 
 
 def test_each_wait_for_an_item_is_a_region_and_the_loops_body_is_not(timer):
@@ -81,27 +74,21 @@ def test_each_wait_for_an_item_is_a_region_and_the_loops_body_is_not(timer):
         yield 1
         raise ZeroDivisionError
 
-    seen = []
+    batches, seen = timer.each("data", "abc"), []
     with timer("epoch"):
-        for item in timer.each("data", iter("abc")):
+        for item in batches:
             with timer("step"):
                 seen.append(item)
-    for _ in timer.each("left", "abc"):
+    for _ in timer.each("left", iter("abc")):
         break
     with pytest.raises(ZeroDivisionError):
         list(timer.each("broken", broken()))
     with timer("after"):
         pass
-    assert seen == ["a", "b", "c"]
-    counts = {path: stats.count for path, stats in timer.summary().items()}
+    assert (len(batches), seen) == (3, ["a", "b", "c"])
     waits = {"epoch/data": 4, "left": 1, "broken": 2}
-    assert counts == {"epoch": 1, "epoch/step": 3, "after": 1, **waits}
-
-
-def test_each_has_the_length_of_its_iterable_and_may_be_read_again(timer):
-    batches = timer.each("data", [1, 2, 3])
-    assert (len(batches), list(batches), list(batches)) == (3, [1, 2, 3], [1, 2, 3])
-    assert list(timer.each("data", iter("ab"))) == ["a", "b"]
+    assert counts(timer) == {"epoch": 1, "epoch/step": 3, "after": 1, **waits}
+    assert list(batches) == seen  # it may be read again
     with pytest.raises(TypeError, match="has no len"):
         len(timer.each("data", iter("ab")))
 
@@ -118,7 +105,7 @@ def test_a_recursive_function_is_one_region_at_any_depth(timer):
         sum_to(600)
     with timer("outer"):
         assert sum_to(2) == 3
-    assert {p: s.count for p, s in timer.summary().items()} == {"f": 2, "outer": 1, "outer/f": 1}
+    assert counts(timer) == {"f": 2, "outer": 1, "outer/f": 1}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -133,44 +120,44 @@ def test_a_copy_of_a_module_has_a_new_timer(timer, copied):
 
 
 def test_functions_that_run_in_pieces_are_refused(timer):
-    async def coroutine():
-        pass
-
     def generator():
         yield
+
+    async def coroutine():
+        pass
 
     async def both():
         yield
 
-    for function in (coroutine, generator, both, functools.partial(coroutine)):
+    for function in (generator, coroutine, both, functools.partial(coroutine)):
         with pytest.raises(TypeError, match=r"wrap\('x'\): .*generator or asynchronous"):
             timer.wrap("x")(function)
 
 
 def test_an_exception_ends_the_region_and_leaves_the_nesting_right(timer):
-    def fail() -> None:
+    def fail():
         with timer("outer"):
             timer.start("left open")
-            with timer("inner"):
-                raise ZeroDivisionError
+            timer("inner").__enter__()
+            raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
+    timer("outer").__exit__(None, None, None)  # it is closed
     with timer("after"):
         pass
-    counts = {path: stats.count for path, stats in timer.summary().items()}
-    assert counts == {"outer": 1, "outer/left open": 1, "outer/left open/inner": 1, "after": 1}
+    expected = ["outer", "outer/left open", "outer/left open/inner", "after"]
+    assert counts(timer) == dict.fromkeys(expected, 1)
 
 
 def test_the_number_of_paths_is_bounded(timer):
     for i in range(1500):
         with timer(f"step {i}"), timer("inner"):
             pass
-    summary = timer.summary()
-    assert len(summary) <= 1001
-    assert summary["(other)"].count > 0
-    assert sum(stats.count for stats in summary.values()) == 3000
-    assert "(other)" in timer.table()
+    found = counts(timer)
+    assert len(found) <= 1001
+    assert found["(other)"] > 0
+    assert sum(found.values()) == 3000
 
 
 def test_every_thread_nests_for_itself_and_counts_after_its_end(timer):
@@ -185,9 +172,8 @@ def test_every_thread_nests_for_itself_and_counts_after_its_end(timer):
             thread.start()
         for thread in threads:
             thread.join()
-    counts = {path: stats.count for path, stats in timer.summary().items()}
     inner = {f"t{i}/inner": 4000 for i in range(3)}
-    assert counts == {"main": 1, **{f"t{i}": 4000 for i in range(3)}, **inner}
+    assert counts(timer) == {"main": 1, **{f"t{i}": 4000 for i in range(3)}, **inner}
 
 
 def test_a_reset_forgets_and_open_regions_go_on(timer):
@@ -195,7 +181,7 @@ def test_a_reset_forgets_and_open_regions_go_on(timer):
         pass
     with timer("open"):
         timer.reset()
-    assert {p: s.count for p, s in timer.summary().items()} == {"open": 1}
+    assert counts(timer) == {"open": 1}
 
 
 def test_the_profiler_sees_the_regions_only_while_it_is_on(timer):
@@ -231,9 +217,7 @@ def test_regions_stay_out_of_compiled_graphs(timer):
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     assert compiled(torch.ones(3)).tolist() == [3.0] * 3
-    with timer("around"):
-        compiled(torch.ones(3))
-    assert list(timer.summary()) == ["around"]
+    assert counts(timer) == {}
     step(torch.ones(3))
     assert timer.summary()["outer/inner/wrapped"].count == 1
 
@@ -254,24 +238,19 @@ def test_a_device_without_a_clock_is_refused(device, error, message, monkeypatch
         pass
 
 
-@pytest.mark.parametrize(("name", "most"), [("cpu", 2), ("fallback", 7)])
-def test_a_region_runs_few_functions(name, most):
+def test_a_region_runs_few_functions(timer, backend):
     """The bench measures what a region costs; this counts, which no other process can change."""
-    if name not in fastamp.backends():
-        pytest.skip(f"backend {name} is not available")
-    with _ops.use_only(name):
-        timer = Timer("cpu")
+    with timer("x"):
+        pass
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_name)))
+    try:
         with timer("x"):
             pass
-        called = []
-        sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_name)))
-        try:
-            with timer("x"):
-                pass
-        finally:
-            sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
     python = [name for event, name in called if event == "call"]
-    assert len(python) <= most, python
+    assert len(python) <= {"cpu": 2, "fallback": 7}[backend], python
 
 
 def test_a_wrong_stop_names_what_is_open_and_changes_nothing(timer):
@@ -286,25 +265,15 @@ def test_a_wrong_stop_names_what_is_open_and_changes_nothing(timer):
     with pytest.raises(RuntimeError, match=r"stop\('x'\): the innermost open region .* is 'a\("):
         timer.stop("x")
     timer.stop("a(other)")
-    assert {p: s.count for p, s in timer.summary().items()} == {"a(other)": 1, "a(other)/b": 1}
-
-
-def test_a_region_that_outlives_the_one_around_it_counts_until_then(timer):
-    outer, inner = timer("outer"), None
-    with outer:
-        inner = timer("inner")
-        inner.__enter__()
-    inner.__exit__(None, None, None)
-    assert {p: s.count for p, s in timer.summary().items()} == {"outer": 1, "outer/inner": 1}
+    assert counts(timer) == {"a(other)": 1, "a(other)/b": 1}
 
 
 def test_a_region_that_ends_while_others_are_closed_closes_each_once(backend, monkeypatch):
     """The garbage collector may end a generator with a region, at any allocation."""
-    looks = iter([True])
+    ends = []
 
     def end(_start_ns, _end_ns):
-        if next(looks, False):
-            gc.collect()
+        ends.append(len(ends) or gc.collect())
 
     monkeypatch.setattr(Extras, "begin", lambda _self, _region: end)
     monkeypatch.setattr(profiler, "_is_profiler_enabled", True)  # so that `begin` is called
@@ -322,115 +291,83 @@ def test_a_region_that_ends_while_others_are_closed_closes_each_once(backend, mo
     del cycle, inner
     timer("last").__enter__()
     outer.close()
-    assert next(looks, None) is None  # it was called
-    paths = ["outer", "outer/inner", "outer/inner/last"]
-    assert {p: s.count for p, s in timer.summary().items()} == dict.fromkeys(paths, 1)
     with timer("after"):
         pass
-    assert timer.summary()["after"].count == 1
-
-
-def test_a_name_with_many_slashes_is_one_region(timer):
-    with timer("/" * 300), timer("x"):
-        pass
-    assert [s.count for s in timer.summary().values()] == [1, 1]
+    paths = ["outer", "outer/inner", "outer/inner/last", "after"]
+    assert counts(timer) == dict.fromkeys(paths, 1)
+    assert len(ends) == 4
 
 
 def test_endless_starts_are_refused_before_the_memory_is(timer):
-    with pytest.raises(RuntimeError, match="region 'x': 200 are open around it; is a stop"):  # noqa: PT012
-        for _ in range(1001):
-            timer.start("x")
-    for _ in range(200):
+    with timer("outer"):
+        with pytest.raises(RuntimeError, match="region 'x': 200 are open around it; is a stop"):  # noqa: PT012
+            for _ in range(1001):
+                timer.start("x")
         timer.stop("x")
-    timer.start("y")
-    timer.stop("y")
-    assert timer.summary()["y"].count == 1
+    with timer("outer"):
+        pass
+    assert counts(timer)["outer"] == 2
 
 
 def test_timers_that_cross_do_not_close_each_other(backend):
     first, second = Timer("cpu"), Timer("cpu")
     first.start("a")
-    second.start("b")
-    first.start("c")
-    with pytest.raises(RuntimeError):
+    with second("b"):
+        first.start("c")
+        with pytest.raises(RuntimeError, match="is 'a/c'"):
+            first.stop("a")
+        first.stop("c")
         first.stop("a")
-    first.stop("c")
-    first.stop("a")
-    with second("d"):
-        pass
-    second.stop("b")
-    assert list(first.summary()) == ["a", "a/c"]
-    assert {p: s.count for p, s in second.summary().items()} == {"b": 1, "b/d": 1}
+        with second("d"):
+            pass
+    assert counts(first) == {"a": 1, "a/c": 1}
+    assert counts(second) == {"b": 1, "b/d": 1}
 
 
-@pytest.mark.parametrize("name", [1, None, b"x"])
-def test_a_name_that_is_no_string_is_refused(timer, name):
-    with pytest.raises(TypeError, match=f"name: expected a str, got {name!r}"):
-        timer(name)
-    with pytest.raises(TypeError):
+def test_a_name_that_is_no_string_is_refused(timer):
+    with pytest.raises(TypeError, match="name: expected a str, got b'x'"):
+        timer(b"x")
+    with pytest.raises(TypeError, match="unhashable"):
         timer([])
-    with pytest.raises(TypeError):
-        timer("x", "y")
 
 
 def test_a_region_measures_the_time_inside(timer):
-    around_s = []
+    start_s = time.perf_counter()
     for _ in range(3):
-        start_s = time.perf_counter()
         with timer("sleep"):
             time.sleep(0.02)
-        around_s.append(time.perf_counter() - start_s)
     stats = timer.summary()["sleep"]
-    assert stats.count == 3
-    assert 0.02 <= stats.min <= stats.mean <= stats.max <= max(around_s)
-    assert stats.total <= sum(around_s)
+    assert 0.02 <= stats.min <= stats.mean <= stats.max <= stats.total
+    assert stats.host == stats.total <= time.perf_counter() - start_s
     assert stats.total == pytest.approx(3 * stats.mean)
-    assert stats.host == stats.total
 
 
 def test_a_timer_frees_what_it_holds(backend):
-    gc.collect()
-    before = sum(isinstance(one, Extras) for one in gc.get_objects())
-    timer = Timer("cpu")
+    def count():
+        gc.collect()
+        return sum(isinstance(each, Extras | Timer) for each in gc.get_objects())
+
+    before, timer = count(), Timer("cpu")
     with timer("x"), timer("y"):
         pass
-    reference = weakref.ref(timer)
-    assert sum(isinstance(one, Extras) for one in gc.get_objects()) == before + 1
+    assert count() == before + 2
     del timer
-    gc.collect()
-    assert reference() is None
-    assert sum(isinstance(one, Extras) for one in gc.get_objects()) == before
+    assert count() == before
 
 
 def test_regions_end_also_if_the_end_of_one_inside_raises(backend, monkeypatch):
-    begin = Extras.begin
+    ends = iter([OSError("broken")])
 
-    def failing(extras, region):
-        end = begin(extras, region)
+    def end(_start_ns, _end_ns):
+        for error in ends:
+            raise error
 
-        def end_or_fail(start_ns, end_ns):
-            end(start_ns, end_ns)
-            if region.path == "outer/inner/broken":
-                raise OSError(region.path)
-
-        return end_or_fail
-
-    monkeypatch.setattr(Extras, "begin", failing)
+    monkeypatch.setattr(Extras, "begin", lambda *_: end)
     monkeypatch.setattr(profiler, "_is_profiler_enabled", True)  # so that `begin` is called
     timer = Timer("cpu")
+    outer = timer("outer")
     for name in ("outer", "inner", "broken"):
         timer.start(name)
-    outer = timer._regions["outer"]
-    with pytest.raises(OSError, match="outer/inner/broken"):
+    with pytest.raises(OSError, match="broken"):
         outer.__exit__(None, None, None)
-    with timer("next"):
-        pass
-    assert {"outer/inner", "outer/inner/broken", "next"} <= {*timer.summary()}
-
-
-def test_wrap_without_a_name_is_refused(timer):
-    with pytest.raises(TypeError, match=r"got <function .*@timer\.wrap\('forward'\)"):
-
-        @timer.wrap
-        def function():
-            pass
+    assert counts(timer) == {"outer": 1, "outer/inner": 1, "outer/inner/broken": 1}

@@ -14,14 +14,11 @@ from fastamp.timer.regions import Region
 MAX_EVENTS = 4096  # fastamp/timer/events.py
 
 
-@pytest.fixture(params=["fallback", "cpu"])
-def gpu(request, monkeypatch):
-    if request.param not in fastamp.backends():
-        pytest.skip(f"backend {request.param} is not available")
+@pytest.fixture
+def gpu(backend, monkeypatch):
     gpu = FakeGpu()
     install(gpu, monkeypatch)
-    with _ops.use_only(request.param):
-        yield gpu
+    return gpu
 
 
 def test_a_timer_of_a_gpu_without_kernels_has_the_cores_regions_and_no_warning(gpu, monkeypatch):
@@ -32,17 +29,6 @@ def test_a_timer_of_a_gpu_without_kernels_has_the_cores_regions_and_no_warning(g
     monkeypatch.setattr(_ops.choose, "_make_handle", refuse)
     region = fastamp.Timer("cuda:0")("x")
     assert (type(region) is Region) == (fastamp.backends() == ["fallback"])
-
-
-def test_a_region_takes_what_its_work_takes_on_the_device(gpu):
-    timer = fastamp.Timer("cuda:0")
-    for duration_ms in (1.0, 2.0, 6.0):
-        with timer("step"):
-            gpu.work(duration_ms)
-    stats = timer.summary()["step"]
-    assert stats[:5] == pytest.approx((3, 0.009, 0.003, 0.001, 0.006))
-    assert stats.host > 0
-    assert stats.gap == 0
 
 
 def test_a_thousand_regions_wait_for_nothing_and_a_summary_once(gpu):
@@ -57,27 +43,6 @@ def test_a_thousand_regions_wait_for_nothing_and_a_summary_once(gpu):
     assert gpu.waits == 1  # nothing was timed since
 
 
-def test_a_timer_on_the_cpu_never_waits(backend, monkeypatch):
-    def refuse(*args):
-        pytest.fail("a wait")
-
-    for owner, name in [
-        (torch.cuda, "synchronize"),
-        (torch.cuda, "current_stream"),
-        (torch.cuda.Event, "synchronize"),
-        (torch.cuda.Event, "query"),
-        (torch.cuda.Stream, "synchronize"),
-        (torch.Tensor, "item"),
-        (torch.Tensor, "cpu"),
-    ]:
-        monkeypatch.setattr(owner, name, refuse)
-    timer = fastamp.Timer("cpu")
-    for _ in range(1000):
-        with timer("x"):
-            pass
-    assert timer.summary()["x"].count == 1000
-
-
 def test_nested_regions_and_the_gaps_before_them(gpu):
     timer = fastamp.Timer("cuda:0")
     for _ in range(10):
@@ -87,32 +52,24 @@ def test_nested_regions_and_the_gaps_before_them(gpu):
                 gpu.work(3.0)
             gpu.work(0.25)
         gpu.host_ms = gpu.busy_ms[1] + 2.0  # the host is late: the device has nothing to do
-    summary = timer.summary()
-    assert summary["step"].total == pytest.approx(10 * 0.00425)
-    assert summary["step/forward"].total == pytest.approx(10 * 0.003)
-    assert summary["step/forward"].gap == pytest.approx(10 * 0.001)
-    assert summary["step"].gap == pytest.approx(9 * 0.002)
+    step, forward = timer.summary().values()
+    assert step[:5] == pytest.approx((10, 0.0425, 0.00425, 0.00425, 0.00425))
+    assert forward.total == pytest.approx(10 * 0.003)
+    assert (step.gap, forward.gap) == pytest.approx((9 * 0.002, 10 * 0.001))
+    assert step.host > 0
 
 
-def test_work_on_another_stream_is_not_timed(gpu):
-    timer = fastamp.Timer("cuda:0")
-    with timer("x"):
-        gpu.work(1.0)
-        gpu.work(50.0, stream=2)
-        gpu.stream = 2  # a region ends on the stream where it began
-    assert timer.summary()["x"].total == pytest.approx(0.001)
-
-
-def test_each_stream_has_its_own_clock(gpu):
+def test_each_stream_has_its_own_clock_and_work_on_another_is_not_timed(gpu):
     timer = fastamp.Timer("cuda:0")
     for i in range(100):
         gpu.stream = 1 + i % 3
         with timer(f"stream {gpu.stream}"):
             gpu.work(float(gpu.stream))
+            gpu.work(50.0, stream=4)
+            gpu.stream = 4  # a region ends on the stream where it began
     summary = timer.summary()
     for stream, count in ((1, 34), (2, 33), (3, 33)):
-        assert summary[f"stream {stream}"].count == count
-        assert summary[f"stream {stream}"].total == pytest.approx(count * stream / 1e3)
+        assert summary[f"stream {stream}"][:2] == (count, pytest.approx(count * stream / 1e3))
 
 
 def test_events_in_flight_are_bounded_and_what_is_dropped_is_counted(gpu):
@@ -124,13 +81,13 @@ def test_events_in_flight_are_bounded_and_what_is_dropped_is_counted(gpu):
     assert gpu.num_events == MAX_EVENTS
     assert (stats.count, stats.dropped) == (MAX_EVENTS // 2, 5000 - MAX_EVENTS // 2)
     assert stats.total == pytest.approx(stats.count / 1e3)
-    assert "x: 2,952 not timed, too many events were under way" in timer.table()
+    assert "x: 2,952 not timed: too many events in flight, or the" in timer.table()
     with timer("x"):
         gpu.work(1.0)
     assert timer.summary()["x"].count == stats.count + 1
 
 
-def test_a_graph_capture_is_left_alone_and_named_in_the_table(gpu):
+def test_a_graph_capture_is_left_alone(gpu):
     timer = fastamp.Timer("cuda:0")
     with timer("outside"):
         gpu.work(1.0)
@@ -142,9 +99,8 @@ def test_a_graph_capture_is_left_alone_and_named_in_the_table(gpu):
         gpu.capturing = False
     summary = timer.summary()
     assert summary["outside"][:2] == (1, pytest.approx(0.002))
-    captured = summary["outside/captured"]
-    assert (captured.count, captured.captured, captured.dropped) == (0, 1, 0)
-    assert "outside/captured: 1 not timed in the capture of a CUDA graph" in timer.table()
+    assert summary["outside/captured"][:2] == (0, 0)
+    assert summary["outside/captured"].dropped == 1
     timer.start("x")
     gpu.capturing = True
     timer.stop("x")
@@ -152,7 +108,7 @@ def test_a_graph_capture_is_left_alone_and_named_in_the_table(gpu):
     with timer("x"):
         gpu.work(4.0)
     assert timer.summary()["x"][:2] == (1, pytest.approx(0.004))
-    assert timer.summary()["x"].captured == 1
+    assert timer.summary()["x"].dropped == 1
 
 
 def test_what_was_recorded_before_a_reset_does_not_count(gpu):
@@ -252,6 +208,5 @@ class TestOnAGpu:
             graph.replay()
         summary = timer.summary()
         assert x.tolist() == [1.0] * 8
-        assert summary["captured"].count == 0
-        assert summary["captured"].captured == 1
+        assert (summary["captured"].count, summary["captured"].dropped) == (0, 1)
         assert summary["replay"].count == 1
