@@ -249,13 +249,6 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
-def fuzz(session: nox.Session) -> None:
-    """Fuzz what is parsed or unpacked; `-- --help` lists the options."""
-    env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}
-    session.run("python", "-m", "support.fuzz_run", *session.posargs, env=env)
-
-
-@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html; a warning fails. Options go to Sphinx."""
     built = Path("docs/_build/html")
