@@ -35,45 +35,35 @@ class PythonScaler(fastamp.GradScaler):
 @torch.no_grad()
 def make_update(optimizer, factor=1.0, found_inf=0.0, *, zero_grad=False):
     """Multiply gradients by a factor and update, unless `found_inf` is set; make missing states."""
-    rule = rule_of(optimizer)
+    is_adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                _make_state(rule, group, param, optimizer.state[param])
-                if not found_inf:
-                    _update(rule, group, param, optimizer.state[param], factor, zero_grad)
-                if zero_grad:
-                    param.grad = None
+        names = ["exp_avg", "exp_avg_sq"] if is_adam else ["momentum_buffer"]
+        if not is_adam and not group["momentum"]:
+            names = []
+        for param in (each for each in group["params"] if each.grad is not None):
+            state = optimizer.state[param]
+            if is_adam:
+                state.setdefault("step", torch.zeros(()))
+            for name in names:
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(param if is_adam else param.grad)
+            if not found_inf:
+                rule, states = _adam if is_adam else _sgd, [state[name] for name in names]
+                _update(rule, group, param, state.get("step"), states, factor, zero_grad)
+            if zero_grad:
+                param.grad = None
 
 
-def rule_of(optimizer):
-    """Return the arithmetic, the states with the option that each depends on, and if it counts."""
-    return next(_RULES[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in _RULES)
-
-
-def _make_state(rule, group, param, state):
-    _, names, counts = rule
-    if counts:
-        state.setdefault("step", torch.zeros(()))
-    for name, option in names.items():
-        if (option is None or group.get(option)) and state.get(name) is None:
-            like = param.grad if "momentum_buffer" in names else param
-            state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
-
-
-def _update(rule, group, param, state, factor, zero_grad):
+def _update(rule, group, param, step, states, factor, zero_grad):
     grad = param.grad.float()
     if factor != 1.0:
         grad = grad * factor
         if not zero_grad:
             param.grad.copy_(grad)
-    if "step" in state:
-        state["step"].add_(1)
-    count = int(state["step"].item()) if "step" in state else 0
-    states = [v for name, v in state.items() if name != "step" and v is not None]
+    count = 0 if step is None else int(step.add_(1).item())
     values = [param.float(), *(each.float() for each in states)]
-    found = rule[0](group, count, -grad if group.get("maximize") else grad, *values)
-    for tensor, value in zip([param, *states], found, strict=True):
+    updated = rule(group, count, -grad if group.get("maximize") else grad, *values)
+    for tensor, value in zip([param, *states], updated, strict=True):
         tensor.copy_(value)
 
 
@@ -122,14 +112,6 @@ def _sgd(group, _step, grad, param, *buffers):
     for buffer in found:
         grad = grad + buffer * momentum if group["nesterov"] else buffer
     return [param - grad * float(group["lr"]), *found]
-
-
-_ADAM = {"exp_avg": None, "exp_avg_sq": None}
-# The arithmetic; the states, each with the option that it depends on; whether steps are counted.
-_RULES = {
-    "Adam": (_adam, _ADAM, True),
-    "SGD": (_sgd, {"momentum_buffer": "momentum"}, False),
-}
 
 
 def python_step(optimizer, max_norm=None, *, zero_grad=False):
