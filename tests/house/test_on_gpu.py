@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -91,22 +90,23 @@ def machine(tmp_path):
     }
 
 
-def start(machine, *words, **more):
-    command, pipes = ["bash", SCRIPT, *words], {"stdout": subprocess.PIPE, "text": True}
-    env = {**machine, **more}
-    return subprocess.Popen(
-        command, env=env, start_new_session=True, stderr=subprocess.STDOUT, **pipes
-    )
-
-
 def wait_until(process, is_true):
     while not is_true():
         assert process.poll() is None
         time.sleep(0.02)
 
 
-def finish(machine, process):
-    """Return the status and what is printed, and the record's parts."""
+def run_all(machine, *words, stop_at=None, **more):
+    """Run the script; return its status, what it printed, and the parts of the record.
+
+    It is stopped when `stop_at`, a file of the results, is there.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    env = {**machine, **more}
+    process = subprocess.Popen(["bash", SCRIPT, *words], env=env, text=True, **pipes)
+    if stop_at:
+        wait_until(process, Path(machine["RESULTS"], stop_at).exists)
+        process.terminate()
     out = process.communicate(timeout=60)[0]
     record = json.loads(Path(machine["RESULTS"], NAME).read_text())
     assert record["device"] == "NVIDIA Stub"
@@ -137,8 +137,8 @@ PIECES = {"nccl": {"nccl-ddp", "nccl-fsdp"}, "shipped": {"shipped", "shipped-bit
 
 
 def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
-    assert finish(machine, start(machine, "first"))[0] == 0
-    status, _, found = finish(machine, start(machine, "second"))
+    assert run_all(machine, "first")[0] == 0
+    status, _, found = run_all(machine, "second")
     assert status == 0
     for name, *_ in parts():
         assert PIECES.get(name, {name}) <= found.keys()
@@ -158,7 +158,7 @@ def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
     ],
 )
 def test_every_part_that_fails_or_is_cut_short_leaves_its_lines(call, how, which, machine):
-    status, out, found = finish(machine, start(machine, call, **{how: which, "PART_S": "1"}))
+    status, out, found = run_all(machine, call, **{how: which, "PART_S": "1"})
     assert status == 1
     wrong = {name for name, part in found.items() if part["status"] != "passed"}
     if how == "BREAKS":
@@ -176,10 +176,7 @@ def test_every_part_that_fails_or_is_cut_short_leaves_its_lines(call, how, which
 
 
 def test_a_script_that_is_stopped_leaves_the_record_of_what_had_run(machine):
-    process = start(machine, "first", HANGS="captures")
-    wait_until(process, Path(machine["RESULTS"], "pid").exists)
-    process.send_signal(signal.SIGTERM)
-    status, _, found = finish(machine, process)
+    status, _, found = run_all(machine, "first", stop_at="pid", HANGS="captures")
     assert status == 143
     assert found.pop("captures")["status"] == "cut short"
     assert found.keys() >= {"build", "facts", "bits", "launches"}
@@ -187,7 +184,7 @@ def test_a_script_that_is_stopped_leaves_the_record_of_what_had_run(machine):
 
 
 def test_a_build_that_fails_leaves_its_log_and_a_record(machine):
-    status, out, found = finish(machine, start(machine, "first", BREAKS="pip.install"))
+    status, out, found = run_all(machine, "first", BREAKS="pip.install")
     assert (status, statuses(found)) == (1, {"build": "failed"})
     assert "pip install" in Path(machine["RESULTS"], "on_gpu.log").read_text()
     assert "pip install" in out
@@ -196,7 +193,7 @@ def test_a_build_that_fails_leaves_its_log_and_a_record(machine):
 def test_a_call_leaves_out_what_it_has_no_time_or_tool_for_and_says_so(machine):
     Path(machine["PATH"].partition(":")[0], "compute-sanitizer").unlink()
     # 75 s are kept behind the tests
-    *_, found = finish(machine, start(machine, "first", LIMIT_S="60"))
+    *_, found = run_all(machine, "first", LIMIT_S="60")
     assert statuses(found)["tests"] == "left out: no time"
     assert statuses(found)["memcheck"] == "left out: there is no compute-sanitizer here"
 
