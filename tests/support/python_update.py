@@ -35,34 +35,27 @@ class PythonScaler(fastamp.GradScaler):
 @torch.no_grad()
 def make_update(optimizer, factor=1.0, found_inf=0.0, *, zero_grad=False):
     """Multiply gradients by a factor and update, unless `found_inf` is set; make missing states."""
-    is_adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one
+    rule, names = next(found for cls, found in _RULES.items() if isinstance(optimizer, cls))
     for group in optimizer.param_groups:
-        names = ["exp_avg", "exp_avg_sq"] if is_adam else ["momentum_buffer"]
-        if not is_adam and not group["momentum"]:
-            names = []
         for param in (each for each in group["params"] if each.grad is not None):
             state = optimizer.state[param]
-            if is_adam:
-                state.setdefault("step", torch.zeros(()))
             for name in names:
-                if state.get(name) is None:
-                    state[name] = torch.zeros_like(param if is_adam else param.grad)
+                like = torch.zeros(()) if name == "step" else param
+                state.setdefault(name, torch.zeros_like(like))
             if not found_inf:
-                rule, states = _adam if is_adam else _sgd, [state[name] for name in names]
-                _update(rule, group, param, state.get("step"), states, factor, zero_grad)
+                _update(rule, group, param, [state[name] for name in names], factor, zero_grad)
             if zero_grad:
                 param.grad = None
 
 
-def _update(rule, group, param, step, states, factor, zero_grad):
+def _update(rule, group, param, states, factor, zero_grad):
     grad = param.grad.float()
     if factor != 1.0:
         grad = grad * factor
         if not zero_grad:
             param.grad.copy_(grad)
-    count = 0 if step is None else int(step.add_(1).item())
     values = [param.float(), *(each.float() for each in states)]
-    updated = rule(group, count, -grad if group.get("maximize") else grad, *values)
+    updated = rule(group, -grad if group["maximize"] else grad, *values)
     for tensor, value in zip([param, *states], updated, strict=True):
         tensor.copy_(value)
 
@@ -83,35 +76,33 @@ def _root(values):
     return values.double().sqrt().float()
 
 
-def _decayed(grad, param, weight_decay):
-    """Add coupled weight decay to a gradient."""
-    return grad + param * weight_decay if weight_decay else grad
-
-
-def _adam(group, step, grad, param, exp_avg, exp_avg_sq):
-    (beta1, beta2), lr = group["betas"], float(group["lr"])
+def _adam(group, grad, param, step, exp_avg, exp_avg_sq):
+    (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), group["weight_decay"]
+    step, count = step + 1, int(step) + 1
     if group["decoupled_weight_decay"]:
-        param = param * (1 - lr * group["weight_decay"])
-    else:
-        grad = _decayed(grad, param, group["weight_decay"])
+        param = param * (1 - lr * decay)
+    elif decay:
+        grad = grad + param * decay
     if 1 - beta1 >= 0.5:  # interpolated from the nearer end, as torch.lerp does
         exp_avg = grad + (grad - exp_avg) * -beta1
     else:
         exp_avg = exp_avg + (grad - exp_avg) * (1 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + (grad * (1 - beta2)) * grad
-    root = math.sqrt(1 - _power(beta2, step))
+    root = math.sqrt(1 - _power(beta2, count))
     denominator = _root(exp_avg_sq) + group["eps"] * root
-    change = (exp_avg * (lr / (1 - _power(beta1, step)) * root)) / denominator
-    return [param - change, exp_avg, exp_avg_sq]
+    change = (exp_avg * (lr / (1 - _power(beta1, count)) * root)) / denominator
+    return [param - change, step, exp_avg, exp_avg_sq]
 
 
-def _sgd(group, _step, grad, param, *buffers):
-    grad = _decayed(grad, param, group["weight_decay"])
-    momentum = group["momentum"]
-    found = [buffer * momentum + grad for buffer in buffers]
-    for buffer in found:
-        grad = grad + buffer * momentum if group["nesterov"] else buffer
-    return [param - grad * float(group["lr"]), *found]
+def _sgd(group, grad, param):
+    return [param - (grad + param * group["weight_decay"]) * float(group["lr"])]
+
+
+# Of a class: the arithmetic, and the states. Without momentum SGD has none.
+_RULES = {
+    torch.optim.Adam: (_adam, ["step", "exp_avg", "exp_avg_sq"]),
+    torch.optim.SGD: (_sgd, []),
+}
 
 
 def python_step(optimizer, max_norm=None, *, zero_grad=False):
