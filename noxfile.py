@@ -206,28 +206,22 @@ def emulated(session: nox.Session) -> None:
             session.run(*pytest, *chosen, env=env, success_codes=[66], silent=True)
 
 
-def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
-    """Run tests, or those in the options, on a compiled CPU core built with a sanitizer."""
-    # The build type keeps the symbols that a report needs.
-    options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": kind}
-    folder = install(session, f"sanitize-{kind}", "RelWithDebInfo", **options)
-    env = sanitizer_env(session, kind)
-    env |= {"PYTHONPATH": folder, "PYTHONSAFEPATH": "1", "FASTAMP_BACKEND": "cpu"}
-    # A report ends the process, and with it pytest: file descriptors must not be captured.
-    pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
-    session.run(*pytest, *(session.posargs or default), env=env)
-
-
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
+    # The build type keeps the symbols that a report needs.
+    options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": "address"}
+    folder = install(session, "sanitize-address", "RelWithDebInfo", **options)
+    env = sanitizer_env(session, "address")
+    env |= {"PYTHONPATH": folder, "PYTHONSAFEPATH": "1", "FASTAMP_BACKEND": "cpu"}
     step = ("clip_and_norm", "equivalence", "lean", "noticed", "skips", "ways")
-    data = ("collate", "padding", "gather")
-    files = [f"tests/step/test_{name}.py" for name in step]
-    files += [f"tests/data/test_{name}.py" for name in data]
-    files += ["tests/timer"]
-    chosen = "cpu and not worker and not threads and not no_memory and not ranks"
-    run_sanitized(session, "address", *files, "-k", chosen)
+    chosen = [f"tests/step/test_{name}.py" for name in step]
+    chosen += [f"tests/data/test_{name}.py" for name in ("collate", "padding", "gather")]
+    chosen += ["tests/timer", "-k"]
+    chosen += ["cpu and not worker and not threads and not no_memory and not ranks"]
+    # A report ends the process, and with it pytest: file descriptors must not be captured.
+    pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
+    session.run(*pytest, *(session.posargs or chosen), env=env)
 
 
 def run_script(session: nox.Session, name: str, *options: str) -> None:
