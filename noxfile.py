@@ -224,22 +224,11 @@ def sanitize(session: nox.Session) -> None:
     session.run(*pytest, *(session.posargs or chosen), env=env)
 
 
-def run_script(session: nox.Session, name: str, *options: str) -> None:
-    """Run a script of tests/support with the installed package."""
-    script = f"tests/support/{name}.py"  # its folder is what Python adds to the path
-    session.run("python", script, *options, *session.posargs, env={"PYTHONPATH": "tests"})
-
-
-@nox.session
-def streams(session: nox.Session) -> None:
-    """Run 10,000 schedules of streams, threads and devices on a model of torch.cuda."""
-    run_script(session, "stream_schedules", "2500")
-
-
 @nox.session
 def faults(session: nox.Session) -> None:
     """Kill runs and loops, send signals, refuse writes: nothing saved is lost; `-- --help`."""
-    run_script(session, "fault_trials")
+    script = "tests/support/fault_trials.py"  # its folder is what Python adds to the path
+    session.run("python", script, *session.posargs, env={"PYTHONPATH": "tests"})
 
 
 @nox.session
