@@ -206,53 +206,29 @@ def emulated(session: nox.Session) -> None:
             session.run(*pytest, *chosen, env=env, success_codes=[66], silent=True)
 
 
-def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
-    """Run tests, or those in the options, on a compiled CPU core built with a sanitizer."""
-    # The build type keeps the symbols that a report needs.
-    options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": kind}
-    folder = install(session, f"sanitize-{kind}", "RelWithDebInfo", **options)
-    env = sanitizer_env(session, kind)
-    env |= {"PYTHONPATH": folder, "PYTHONSAFEPATH": "1", "FASTAMP_BACKEND": "cpu"}
-    # A report ends the process, and with it pytest: file descriptors must not be captured.
-    pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
-    session.run(*pytest, *(session.posargs or default), env=env)
-
-
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
+    # The build type keeps the symbols that a report needs.
+    options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": "address"}
+    folder = install(session, "sanitize-address", "RelWithDebInfo", **options)
+    env = sanitizer_env(session, "address")
+    env |= {"PYTHONPATH": folder, "PYTHONSAFEPATH": "1", "FASTAMP_BACKEND": "cpu"}
     step = ("clip_and_norm", "equivalence", "lean", "noticed", "skips", "ways")
-    data = ("collate", "padding", "gather")
-    files = [f"tests/step/test_{name}.py" for name in step]
-    files += [f"tests/data/test_{name}.py" for name in data]
-    files += ["tests/timer"]
-    chosen = "cpu and not worker and not threads and not no_memory and not ranks"
-    run_sanitized(session, "address", *files, "-k", chosen)
-
-
-def run_script(session: nox.Session, name: str, *options: str) -> None:
-    """Run a script of tests/support with the installed package."""
-    script = f"tests/support/{name}.py"  # its folder is what Python adds to the path
-    session.run("python", script, *options, *session.posargs, env={"PYTHONPATH": "tests"})
-
-
-@nox.session
-def streams(session: nox.Session) -> None:
-    """Run 10,000 schedules of streams, threads and devices on a model of torch.cuda."""
-    run_script(session, "stream_schedules", "2500")
+    chosen = [f"tests/step/test_{name}.py" for name in step]
+    chosen += [f"tests/data/test_{name}.py" for name in ("collate", "padding", "gather")]
+    chosen += ["tests/timer", "-k"]
+    chosen += ["cpu and not worker and not threads and not no_memory and not ranks"]
+    # A report ends the process, and with it pytest: file descriptors must not be captured.
+    pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
+    session.run(*pytest, *(session.posargs or chosen), env=env)
 
 
 @nox.session
 def faults(session: nox.Session) -> None:
     """Kill runs and loops, send signals, refuse writes: nothing saved is lost; `-- --help`."""
-    run_script(session, "fault_trials")
-
-
-@nox.session
-def fuzz(session: nox.Session) -> None:
-    """Fuzz what is parsed or unpacked; `-- --help` lists the options."""
-    env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}
-    session.run("python", "-m", "support.fuzz_run", *session.posargs, env=env)
+    script = "tests/support/fault_trials.py"  # its folder is what Python adds to the path
+    session.run("python", script, *session.posargs, env={"PYTHONPATH": "tests"})
 
 
 @nox.session

@@ -71,12 +71,6 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores or 1, 4)
 
 
-def pytest_collection_finish() -> None:
-    """Exclude modules and tests from garbage collection, here and in forked processes."""
-    gc.collect()
-    gc.freeze()
-
-
 def _to_emulate(items: list[pytest.Item]) -> list[pytest.Item]:
     """Keep of the emulated kernels' tests those of the step: one run of each, or all at large."""
     runs: dict[str, list[pytest.Item]] = {}
@@ -188,7 +182,7 @@ def _use(name: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def old_objects_left_out() -> None:
-    """Exclude earlier files' objects from the garbage collections that this file's tests ask for.
+    """Exclude earlier objects from garbage collection, here and in forked processes.
 
     The modules that earlier files have imported made each collection 0.15 s longer.
     """

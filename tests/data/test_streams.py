@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import types
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from fastamp.data.copies import CudaCopies
 from fastamp.data.memory import Memory
 
 SOURCE = Path(prefetching.__file__)
+SCHEDULES = int(os.environ.get("FASTAMP_EXAMPLES", "40"))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_schedules_of_all_kinds_are_in_order(name):
-    for seed in range(40):
+    for seed in range(SCHEDULES):
         assert run(name, seed) == [], seed
 
 

@@ -1,63 +1,148 @@
-"""A small part of every fuzzer; `nox -s fuzz` runs them for longer."""
+"""Fuzzed: the states of loaders, token files and checkpoints. An input follows from its number.
+
+A finding runs again by its test's name. FASTAMP_EXAMPLES sets how many inputs there are of each.
+"""
 
 from __future__ import annotations
 
+import io
+import itertools
+import math
+import os
+import random
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 import support.fuzz
-from support.fuzz import Target, fuzz
-from support.fuzz_run import TARGETS
+import torch
+from support.fuzz import OURS, damaged, works_or_is_refused
+from support.loading import Squares, assert_same
+from support.resumable import VARIANTS, make_loader
 
-COUNT = 100
+import fastamp
+from fastamp.train import CheckpointError
 
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", TARGETS)
-def test_what_is_changed_at_random_works_or_is_refused_with_a_clear_error(name, tmp_path):
-    target = TARGETS[name](tmp_path)
-    try:
-        findings = fuzz(target, name, count=COUNT)
-    finally:
-        target.close()
-    assert not findings.found, str(findings)
-    assert findings.refused > 0
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Careless(Target):
-    """Breaks every promise, one after the other."""
-
-    def make(self, rng):
-        return rng.choice(["key", "late", "half", "loop", "fine"])
-
-    def fresh(self):
-        return {"loaded": False}
-
-    def look(self, subject):
-        return dict(subject)
-
-    def load(self, subject, given):
-        if given == "key":
-            return subject["missing"]
-        if given == "half":
-            subject["loaded"] = True
-            raise ValueError(given)
-        while given == "loop":
-            pass
-        return given
-
-    def use(self, subject, given, loaded):
-        assert given != "late"
-
-    def is_clear(self, error):
-        return True
+@pytest.fixture(params=range(int(os.environ.get("FASTAMP_EXAMPLES", "80"))))
+def rng(request):
+    return random.Random(request.node.name)
 
 
-def test_every_broken_promise_is_found(tmp_path, monkeypatch):
+def fresh(variant):
+    if variant == "sharded":
+        return fastamp.DataLoader(Squares(20), 2, shuffle=True, rank=0, world_size=2)
+    return make_loader(variant)
+
+
+VALUES = (None, True, False, 0, 1, -1, 5, 21, 10**9, 2**63, 10**400, 0.5, math.nan, "", "5", b"5")
+VALUES += ("\ud800", "é", "RandomSampler", [], {}, [None], {"x": 1}, (1, 2), torch.zeros(2))
+
+
+def test_a_changed_state_of_a_loader(rng):
+    variant = rng.choice([*VARIANTS, "sharded"])
+    saved, loader = fresh(variant), fresh(variant)
+    for _ in itertools.islice(saved, rng.randrange(4)):
+        pass
+    state = saved.state_dict()
+    for _ in range(rng.randrange(3)):
+        state[rng.choice([*state, "another"])] = rng.choice(VALUES)
+
+    def look():
+        generators = loader.generator, getattr(loader.sampler, "generator", None)
+        drawn = [each and each.get_state() for each in generators]
+        epoch = getattr(loader.sampler, "epoch", None)
+        return loader.state_dict(), epoch, drawn, torch.get_rng_state()
+
+    def use(_):
+        kept, again = loader.state_dict(), fresh(variant)
+        again.load_state_dict(kept)
+        assert_same(again.state_dict(), kept)
+        read = itertools.islice(loader, rng.choice((2, 50)))
+        assert sum(1 for _ in read) <= 42, "longer than an epoch"
+
+    works_or_is_refused(lambda: loader.load_state_dict(state), use, look, (ValueError, TypeError))
+
+
+def test_damaged_files_of_tokens(rng, tmp_path):
+    tokens = np.arange(rng.randrange(70)).astype(rng.choice(("u1", "u2", "i4", "i8", "f4")))
+    file, path = io.BytesIO(), tmp_path / rng.choice(("tokens.bin", "tokens.npy"))
+    np.save(file, tokens)
+    path.write_bytes(damaged(file.getvalue() if path.suffix == ".npy" else tokens.tobytes(), rng))
+    source = rng.choice((path, path, [path, path], [path, np.arange(9, dtype="u2")], [path, [3]]))
+    dtype = rng.choice((None, None, "uint8", "<i4", ">u2", np.int64, np.float32))
+    block_size, header = rng.randrange(1, 9), rng.choice((0, 0, 0, 1, 8, 99))
+
+    def use(dataset):
+        for index in (0, len(dataset) - 1, -1):
+            x, y = dataset[index]
+            assert x.dtype == y.dtype == torch.int64
+            assert x.shape == y.shape == (dataset.block_size,)
+            assert_same(x[1:], y[:-1])
+        [x, _], *_ = itertools.islice(fastamp.DataLoader(dataset, 4), 20)
+        assert_same(x[0], dataset[0][0])
+
+    def load():
+        return fastamp.TokenDataset(source, block_size, dtype, header)
+
+    works_or_is_refused(load, use, lambda: None, (ValueError, TypeError))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return a function that trains a model to a step, and the checkpoint of step 2."""
+    folder, x = tmp_path_factory.mktemp("run"), torch.arange(16.0).reshape(8, 2)
+    options = {"batch_size": 4, "schedule": "constant", "precision": "16-mixed"}
+
+    def train(model, max_steps):
+        config = fastamp.TrainConfig(max_steps=max_steps, checkpoint_dir=folder, **options)
+        torch.manual_seed(0)
+        return fastamp.fine_tune(model, (x, x[:, 0].long() % 2), config=config)
+
+    train(torch.nn.Linear(2, 2), 2)
+    [path] = folder.iterdir()
+    return train, path, path.read_bytes()
+
+
+def test_damaged_checkpoints(rng, run):
+    train, path, whole = run
+    for file in path.parent.iterdir():
+        file.unlink()
+    path.write_bytes(damaged(whole, rng))
+    model = torch.nn.Linear(2, 2)
+
+    def look():
+        numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - what a checkpoint restores
+        weights, files = dict(model.state_dict()), [*path.parent.iterdir()]
+        return weights, model.training, numpy, random.getstate(), files
+
+    def use(result):
+        assert result.summary()
+
+    works_or_is_refused(lambda: train(model, 3), use, look, CheckpointError, path.name)
+
+
+REFUSE = "raise ValueError('refused on purpose')"
+CODES = {
+    "nothing": REFUSE,
+    "an error that is raw": "int('no integer')",
+    "a change before a refusal": f"subject.append(1); {REFUSE}",
+    "an endless loop": "while True: pass",
+    "an error afterwards": "",
+}
+
+
+@pytest.mark.parametrize("fault", CODES)
+def test_the_property_finds(fault, monkeypatch):
     monkeypatch.setattr(support.fuzz, "LIMIT_S", 0.02)
-    found = fuzz(Careless(tmp_path), "careless", count=30).found
-    kinds = sorted(kind.partition(" at ")[0] for kind in found)
-    assert kinds == [
-        "changed by what was refused: ValueError",
-        "load: KeyError",
-        "load: SlowError",
-        "use: AssertionError",
-    ]
+    subject, code = [], compile(CODES[fault], f"{OURS}/x.py", "exec")
+    errors = AssertionError, ZeroDivisionError
+    with nullcontext() if fault == "nothing" else pytest.raises(errors):
+        works_or_is_refused(
+            lambda: exec(code, {"subject": subject}),  # noqa: S102
+            lambda _: 1 / 0,
+            lambda: [*subject],
+            ValueError,
+        )

@@ -18,7 +18,7 @@ if find_spec("lightning") is None:
 
 @pytest.fixture(scope="module")
 def two():
-    with ranks.start(2, "lightning.pytorch") as started:
+    with ranks.start(2) as started:
         yield started
 
 

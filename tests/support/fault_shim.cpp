@@ -1,6 +1,7 @@
-// Wraps the C library's calls that change files below one folder (LD_PRELOAD). They are counted;
-// at one of them a fault strikes. A journal records what would be on the disk after a loss of
-// power: every change of a folder, and a copy of each file that is synced.
+// Wraps the C library's calls by which fastamp changes files below one folder (LD_PRELOAD): open,
+// write, fsync, rename, unlink, mkdir. They are counted; at one of them a fault strikes. A journal
+// records what would be on the disk after a loss of power: every change of a folder, and a copy of
+// each file that is synced.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <stdarg.h>
@@ -42,9 +43,8 @@ std::string link_target(const std::string& link) {
 
 std::string path_of(int fd) { return link_target("/proc/self/fd/" + std::to_string(fd)); }
 
-std::string path_at(int folder, const char* path) {
-  if (path[0] == '/') return path;
-  return (folder == AT_FDCWD ? link_target("/proc/self/cwd") : path_of(folder)) + "/" + path;
+std::string absolute(const char* path) {
+  return path[0] == '/' ? path : link_target("/proc/self/cwd") + "/" + path;
 }
 
 bool is_watched(const std::string& path) {
@@ -171,31 +171,18 @@ void faults_arm(const char* folder, const char* notes, int kind_, long at_, long
 
 long faults_calls() { return calls; }
 
-#define OPEN(name)                                                         \
-  int name(const char* path, int flags, ...) {                             \
-    NEXT(name);                                                            \
-    va_list args;                                                          \
-    va_start(args, flags);                                                 \
-    const mode_t mode = va_arg(args, mode_t);                              \
-    va_end(args);                                                          \
-    return open_any([&] { return real(path, flags, mode); },               \
-                    journal_fd < 0 ? "" : path_at(AT_FDCWD, path), flags); \
+#define OPEN(name)                                                                                 \
+  int name(const char* path, int flags, ...) {                                                     \
+    NEXT(name);                                                                                    \
+    va_list args;                                                                                  \
+    va_start(args, flags);                                                                         \
+    const mode_t mode = va_arg(args, mode_t);                                                      \
+    va_end(args);                                                                                  \
+    return open_any([&] { return real(path, flags, mode); }, journal_fd < 0 ? "" : absolute(path), \
+                    flags);                                                                        \
   }
 OPEN(open)
 OPEN(open64)
-
-#define OPENAT(name)                                                     \
-  int name(int folder, const char* path, int flags, ...) {               \
-    NEXT(name);                                                          \
-    va_list args;                                                        \
-    va_start(args, flags);                                               \
-    const mode_t mode = va_arg(args, mode_t);                            \
-    va_end(args);                                                        \
-    return open_any([&] { return real(folder, path, flags, mode); },     \
-                    journal_fd < 0 ? "" : path_at(folder, path), flags); \
-  }
-OPENAT(openat)
-OPENAT(openat64)
 
 ssize_t write(int fd, const void* data, size_t n) {
   if (journal_fd >= 0 && is_watched(path_of(fd))) {
@@ -206,51 +193,27 @@ ssize_t write(int fd, const void* data, size_t n) {
   return syscall(SYS_write, fd, data, n);
 }
 
-#define TRUNCATE(name)                                                                             \
-  int name(int fd, off_t n) noexcept {                                                             \
-    NEXT(name);                                                                                    \
-    return journal_fd < 0 ? real(fd, n) : change([&] { return real(fd, n); }, "cut", path_of(fd)); \
-  }
-TRUNCATE(ftruncate)
-TRUNCATE(ftruncate64)
-
-#define SYNC(name)                                                             \
-  int name(int fd) {                                                           \
-    NEXT(name);                                                                \
-    return journal_fd < 0 ? real(fd) : sync_any([&] { return real(fd); }, fd); \
-  }
-SYNC(fsync)
-SYNC(fdatasync)
+int fsync(int fd) {
+  NEXT(fsync);
+  return journal_fd < 0 ? real(fd) : sync_any([&] { return real(fd); }, fd);
+}
 
 int rename(const char* from, const char* to) noexcept {
   NEXT(rename);
   if (journal_fd < 0) return real(from, to);
-  return change([&] { return real(from, to); }, "rename", path_at(AT_FDCWD, from), true,
-                path_at(AT_FDCWD, to));
+  return change([&] { return real(from, to); }, "rename", absolute(from), true, absolute(to));
 }
 
 int unlink(const char* path) noexcept {
   NEXT(unlink);
   if (journal_fd < 0) return real(path);
-  return change([&] { return real(path); }, "remove", path_at(AT_FDCWD, path));
-}
-
-int unlinkat(int folder, const char* path, int flags) noexcept {
-  NEXT(unlinkat);
-  if (journal_fd < 0) return real(folder, path, flags);
-  return change([&] { return real(folder, path, flags); }, "remove", path_at(folder, path));
-}
-
-int rmdir(const char* path) noexcept {
-  NEXT(rmdir);
-  if (journal_fd < 0) return real(path);
-  return change([&] { return real(path); }, "remove", path_at(AT_FDCWD, path));
+  return change([&] { return real(path); }, "remove", absolute(path));
 }
 
 int mkdir(const char* path, mode_t mode) noexcept {
   NEXT(mkdir);
   if (journal_fd < 0) return real(path, mode);
-  return change([&] { return real(path, mode); }, "mkdir", path_at(AT_FDCWD, path), true);
+  return change([&] { return real(path, mode); }, "mkdir", absolute(path), true);
 }
 
 }  // extern "C"

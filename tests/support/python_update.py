@@ -35,45 +35,28 @@ class PythonScaler(fastamp.GradScaler):
 @torch.no_grad()
 def make_update(optimizer, factor=1.0, found_inf=0.0, *, zero_grad=False):
     """Multiply gradients by a factor and update, unless `found_inf` is set; make missing states."""
-    rule = rule_of(optimizer)
+    rule, names = next(found for cls, found in _RULES.items() if isinstance(optimizer, cls))
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                _make_state(rule, group, param, optimizer.state[param])
-                if not found_inf:
-                    _update(rule, group, param, optimizer.state[param], factor, zero_grad)
-                if zero_grad:
-                    param.grad = None
+        for param in (each for each in group["params"] if each.grad is not None):
+            state = optimizer.state[param]
+            for name in names:
+                like = torch.zeros(()) if name == "step" else param
+                state.setdefault(name, torch.zeros_like(like))
+            if not found_inf:
+                _update(rule, group, param, [state[name] for name in names], factor, zero_grad)
+            if zero_grad:
+                param.grad = None
 
 
-def rule_of(optimizer):
-    """Return the arithmetic, the states with the option that each depends on, and if it counts."""
-    return next(_RULES[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in _RULES)
-
-
-def _make_state(rule, group, param, state):
-    _, names, counts = rule
-    if counts:
-        state.setdefault("step", torch.zeros(()))
-    for name, option in names.items():
-        if (option is None or group.get(option)) and state.get(name) is None:
-            like = param.grad if "momentum_buffer" in names else param
-            state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
-
-
-def _update(rule, group, param, state, factor, zero_grad):
+def _update(rule, group, param, states, factor, zero_grad):
     grad = param.grad.float()
     if factor != 1.0:
         grad = grad * factor
         if not zero_grad:
             param.grad.copy_(grad)
-    if "step" in state:
-        state["step"].add_(1)
-    count = int(state["step"].item()) if "step" in state else 0
-    states = [v for name, v in state.items() if name != "step" and v is not None]
     values = [param.float(), *(each.float() for each in states)]
-    found = rule[0](group, count, -grad if group.get("maximize") else grad, *values)
-    for tensor, value in zip([param, *states], found, strict=True):
+    updated = rule(group, -grad if group["maximize"] else grad, *values)
+    for tensor, value in zip([param, *states], updated, strict=True):
         tensor.copy_(value)
 
 
@@ -93,42 +76,32 @@ def _root(values):
     return values.double().sqrt().float()
 
 
-def _decayed(grad, param, weight_decay):
-    """Add coupled weight decay to a gradient."""
-    return grad + param * weight_decay if weight_decay else grad
-
-
-def _adam(group, step, grad, param, exp_avg, exp_avg_sq):
-    (beta1, beta2), lr = group["betas"], float(group["lr"])
+def _adam(group, grad, param, step, exp_avg, exp_avg_sq):
+    (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), group["weight_decay"]
+    step, count = step + 1, int(step) + 1
     if group["decoupled_weight_decay"]:
-        param = param * (1 - lr * group["weight_decay"])
-    else:
-        grad = _decayed(grad, param, group["weight_decay"])
+        param = param * (1 - lr * decay)
+    elif decay:
+        grad = grad + param * decay
     if 1 - beta1 >= 0.5:  # interpolated from the nearer end, as torch.lerp does
         exp_avg = grad + (grad - exp_avg) * -beta1
     else:
         exp_avg = exp_avg + (grad - exp_avg) * (1 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + (grad * (1 - beta2)) * grad
-    root = math.sqrt(1 - _power(beta2, step))
+    root = math.sqrt(1 - _power(beta2, count))
     denominator = _root(exp_avg_sq) + group["eps"] * root
-    change = (exp_avg * (lr / (1 - _power(beta1, step)) * root)) / denominator
-    return [param - change, exp_avg, exp_avg_sq]
+    change = (exp_avg * (lr / (1 - _power(beta1, count)) * root)) / denominator
+    return [param - change, step, exp_avg, exp_avg_sq]
 
 
-def _sgd(group, _step, grad, param, *buffers):
-    grad = _decayed(grad, param, group["weight_decay"])
-    momentum = group["momentum"]
-    found = [buffer * momentum + grad for buffer in buffers]
-    for buffer in found:
-        grad = grad + buffer * momentum if group["nesterov"] else buffer
-    return [param - grad * float(group["lr"]), *found]
+def _sgd(group, grad, param):
+    return [param - (grad + param * group["weight_decay"]) * float(group["lr"])]
 
 
-_ADAM = {"exp_avg": None, "exp_avg_sq": None}
-# The arithmetic; the states, each with the option that it depends on; whether steps are counted.
+# Of a class: the arithmetic, and the states. Without momentum SGD has none.
 _RULES = {
-    "Adam": (_adam, _ADAM, True),
-    "SGD": (_sgd, {"momentum_buffer": "momentum"}, False),
+    torch.optim.Adam: (_adam, ["step", "exp_avg", "exp_avg_sq"]),
+    torch.optim.SGD: (_sgd, []),
 }
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
-import os
 import pickle
 import tempfile
 import time
@@ -61,31 +59,15 @@ def joined(rank: int, count: int, path: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _serve_together(module: str, connections: list[Connection]) -> None:
-    """Import a module once, and fork this process for each rank."""
-    importlib.import_module(module)
-    for connection in connections[1:]:
-        if os.fork() == 0:
-            _serve(connection)
-            os._exit(0)
-    _serve(connections[0])
-
-
 class Ranks:
-    """Ranks in processes of their own, which end when nobody is connected any more.
+    """Ranks in processes of their own, which end when nobody is connected any more."""
 
-    Args:
-        count: how many.
-        module: takes seconds to import: it is imported once for all.
-    """
-
-    def __init__(self, count: int, module: str | None = None) -> None:
+    def __init__(self, count: int) -> None:
         pipes = [CONTEXT.Pipe() for _ in range(count)]
         self._connections, theirs = ([*ends] for ends in zip(*pipes, strict=True))
-        calls: list[Any] = [(_serve, (each,)) for each in theirs]
-        if module is not None:
-            calls = [(_serve_together, (module, theirs))]
-        self._processes = [CONTEXT.Process(target=f, args=a, daemon=True) for f, a in calls]
+        self._processes = [
+            CONTEXT.Process(target=_serve, args=(each,), daemon=True) for each in theirs
+        ]
         for process in self._processes:
             process.start()
         for each in theirs:
@@ -122,9 +104,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def start(count: int, module: str | None = None) -> Iterator[Ranks]:
+def start(count: int) -> Iterator[Ranks]:
     """Start ranks, and leave no process behind."""
-    ranks = Ranks(count, module)
+    ranks = Ranks(count)
     try:
         yield ranks
     finally:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -277,16 +276,6 @@ class Model(Devices, TorchFunctionMode):
     @contextlib.contextmanager
     def installed(self, *modules: Any) -> Iterator[pytest.MonkeyPatch]:
         """Replace torch.cuda, and the threads of these modules, by the model."""
-        primitive = self.Primitive
-        threads = SimpleNamespace(
-            Thread=self.Thread,
-            Semaphore=primitive,
-            Event=primitive,
-            RLock=primitive,
-            Lock=primitive,
-            current_thread=lambda: self.current,
-            get_native_id=threading.get_native_id,
-        )
         cuda = {
             "Stream": self.Stream,
             "Event": self.Event,
@@ -301,9 +290,6 @@ class Model(Devices, TorchFunctionMode):
             "_maybe_exchange_device": self.maybe_set_device,
             "synchronize": self.synchronize,
             "is_current_stream_capturing": self.is_capturing,
-            "mem_get_info": lambda _: (10**6, 10**9),
-            "memory_reserved": lambda _: 0,
-            "memory_allocated": lambda _: 0,
         }
         with pytest.MonkeyPatch.context() as patch, self:
             for name, fake in cuda.items():
@@ -311,8 +297,11 @@ class Model(Devices, TorchFunctionMode):
             # torch checks its arguments before it calls a mode.
             patch.setattr(torch.Tensor, "record_stream", _record_stream)
             patch.setattr(torch.accelerator, "is_available", lambda: True)
-            fakes = {"threading": threads, "SimpleQueue": primitive, "Lock": primitive}
-            fakes["start_apart"] = lambda thread, _: thread.start()
+            fakes = {
+                "threading": SimpleNamespace(Thread=self.Thread, RLock=self.Lock),
+                "SimpleQueue": self.Queue,
+                "start_apart": lambda thread, _: thread.start(),
+            }
             for module in modules:
                 for name in fakes.keys() & vars(module).keys():
                     patch.setattr(module, name, fakes[name])

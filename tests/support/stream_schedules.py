@@ -1,13 +1,10 @@
 """Programs that use fastamp on several streams, devices and threads, drawn from seeds.
 
-They run on the model of torch.cuda. `nox -s streams` runs 10,000.
+They run on the model of torch.cuda.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -245,19 +242,3 @@ def run(
         except Deadlock:
             model.report("no thread can go on")
     return model.found
-
-
-def main() -> int:
-    """Run as many schedules of each program as the first argument says; print what was found."""
-    count, found = int(sys.argv[1]), Counter[str]()
-    for seed, name in itertools.product(range(count), PROGRAMS):
-        for fault in run(name, seed):
-            found[fault] += 1
-            if found[fault] == 1:
-                print(f"{name}, seed {seed}: {fault}")
-    print(f"{count} schedules of {len(PROGRAMS)} programs: {sum(found.values())} faults")
-    return bool(found)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

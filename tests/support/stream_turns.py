@@ -76,60 +76,49 @@ class Thread:
         return self.alive
 
 
-class Primitive:
-    """What threads wait for each other with: a queue, a semaphore, an event, a lock."""
+class Queue:
+    """In place of queue.SimpleQueue."""
 
     model: Turns
 
-    def __init__(self, value: int = 0) -> None:
+    def __init__(self) -> None:
         self.clock: Clock = {}
-        self.value, self.items, self.owner = value, [], None
+        self.items: list[Any] = []
 
     def put(self, item: Any) -> None:
         self.items.append(item)
-        self.release()
+        join(self.clock, self.model.current.clock)
+        self.model.switch()
 
-    def get(self, timeout: float | None = None) -> Any:
-        self.acquire()
-        return self.items.pop(0)
+    def get(self) -> Any:
+        self.model.switch(lambda: bool(self.items))
+        return self.get_nowait()
 
     def get_nowait(self) -> Any:
         if not self.items:
             raise Empty
-        self.value -= 1
         join(self.model.current.clock, self.clock)
         return self.items.pop(0)
 
-    def release(self) -> None:
-        join(self.clock, self.model.current.clock)
-        self.value += 1
-        self.model.switch()
 
-    def acquire(self) -> None:
-        self.model.switch(lambda: self.value > 0)
-        self.value -= 1
-        join(self.model.current.clock, self.clock)
+class Lock:
+    """In place of threading.RLock."""
 
-    def set(self) -> None:
-        self.release()
+    model: Turns
 
-    def is_set(self) -> bool:
-        self.model.switch()
-        if self.value:
-            join(self.model.current.clock, self.clock)
-        return self.value > 0
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+        self.owners: list[Thread] = []
 
-    def __enter__(self) -> None:  # an RLock
+    def __enter__(self) -> None:
         me = self.model.current
-        self.model.switch(lambda: self.owner in (None, me))
-        self.owner, self.value = me, self.value + 1
+        self.model.switch(lambda: self.owners in ([], [me] * len(self.owners)))
+        self.owners.append(me)
         join(me.clock, self.clock)
 
     def __exit__(self, *_: object) -> None:
         join(self.clock, self.model.current.clock)
-        self.value -= 1
-        if not self.value:
-            self.owner = None
+        self.owners.pop()
 
 
 class Turns:
@@ -141,7 +130,7 @@ class Turns:
         self.found: list[str] = []
         self.threads: list[Thread] = []
         self.dead = False
-        self.Thread, self.Primitive = self.own(Thread), self.own(Primitive)
+        self.Thread, self.Queue, self.Lock = map(self.own, (Thread, Queue, Lock))
         self.current = self.Thread(lambda: None)
         self.current.alive = True
 

@@ -41,11 +41,7 @@ class Rows(Dataset):
         return torch.full((self.size,), float(index)), index
 
 
-def init_fails(_worker):
-    raise LookupError
-
-
-def collate_fails(_samples):
+def fail(_):
     raise LookupError
 
 
@@ -66,7 +62,7 @@ def make_loader(rng):
     if failing == "sampler":
         options["sampler"] = sampler_fails()
     elif failing:
-        options[failing] = {"worker_init_fn": init_fails, "collate_fn": collate_fails}[failing]
+        options[failing] = fail
     return fastamp.DataLoader(Rows(rng), **options)
 
 
@@ -102,11 +98,12 @@ def count_left():
     return threads, len([*Path("/proc/self/fd").iterdir()])
 
 
-def wait_for(condition):
-    """Wait for threads that end."""
+def ends(condition):
+    """Wait until threads have ended; return whether they have."""
     deadline_s = time.monotonic() + 30
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.005)
+    return condition()
 
 
 def main(passes, seed):
@@ -125,16 +122,13 @@ def main(passes, seed):
         del loader
         made += 1
         if made % 50 == 0 or done >= passes:
-            wait_for(lambda: count_left()[0] == before[0])
-            if count_left()[0] != before[0]:
+            if not ends(lambda: count_left()[0] == before[0]):
                 return f"after {done} passes: {count_left()[0]} threads are left"
             gc.collect()
-            wait_for(lambda: count_left() == before)
-            if count_left() != before:
+            if not ends(lambda: count_left() == before):
                 return f"after {done} passes: threads, descriptors {before} became {count_left()}"
     return ""
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    sys.exit(main(int(sys.argv[1]), seed=0))
+    sys.exit(main(int(sys.argv[1]), seed=0) or 0)

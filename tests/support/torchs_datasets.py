@@ -6,13 +6,12 @@ from collections import namedtuple
 
 import numpy as np
 import torch
-from support.loading import Point, Rows, Squares, make_array
+from support.loading import Rows, Squares, make_array
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     Dataset,
     RandomSampler,
-    SequentialSampler,
     StackDataset,
     Subset,
     TensorDataset,
@@ -68,10 +67,6 @@ class Augmented(Squares):
         return index, *drawn
 
 
-def bulk(sampler):
-    return {"batch_size": None, "sampler": BatchSampler(sampler(Y), 7, drop_last=True)}
-
-
 def row(make):
     return Rows(60, make)
 
@@ -80,14 +75,12 @@ KINDS = {
     "TensorDataset": lambda: (TensorDataset(X.clone().requires_grad_(), Y), {}),
     "pairs": lambda: (row(lambda i: (X[i], Y[i])), {}),
     "strings": lambda: (row(lambda i: (str(i), i)), {}),
-    "dicts": lambda: (row(lambda i: {"a_tensor": X[i], "another_dict": {"a_number": i}}), {}),
     "dicts in another order": lambda: (
         row(lambda i: {"x": X[i], "y": i} if i % 2 else {"y": i, "x": X[i]}),
         {},
     ),
     "a dict of its own type": lambda: (row(lambda i: CustomDict(x=X[i])), {}),
     "named tuples": lambda: (row(lambda i: Named(X[i], str(i), X[i, 0])), {}),
-    "typed named tuples": lambda: (row(lambda i: Point(X[i], i)), {}),
     "lists": lambda: (row(lambda i: [X[i], [X[i], 1.0]]), {}),
     "numpy": lambda: (row(lambda i: np.ones((20, 30, 4)) * i), {}),
     "numpy, transposed": lambda: (row(lambda i: (X[i].numpy().T, np.float32(i), np.array(i))), {}),
@@ -101,11 +94,12 @@ KINDS = {
     "a tensor of its own type": lambda: (row(lambda i: torch.nn.Parameter(X[i])), {}),
     "Together": lambda: (Together(60), {}),
     "Subset": lambda: (Subset(Squares(60), range(0, 60, 2)), {}),
-    "Subset of Subset": lambda: (Subset(Subset(Together(60), range(50)), [*range(30, 3, -1)]), {}),
     "ConcatDataset": lambda: (ConcatDataset([Squares(33), Squares(10)]), {}),
     "StackDataset": lambda: (StackDataset(Squares(60), X), {}),
-    "bulk": lambda: (Bulk(), bulk(SequentialSampler)),
-    "bulk at random": lambda: (Bulk(), bulk(RandomSampler)),
+    "bulk": lambda: (
+        Bulk(),
+        {"batch_size": None, "sampler": BatchSampler(RandomSampler(Y), 7, drop_last=True)},
+    ),
     "no batches": lambda: (Squares(60), {"batch_size": None}),
     "no batches, converted": lambda: (row(lambda i: X[i].numpy()), {"batch_size": None}),
     "custom batches": lambda: (
