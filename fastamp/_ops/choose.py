@@ -21,7 +21,7 @@ import torch
 
 try:
     from fastamp._build import NO_CUDA
-except ImportError:  # the folder of the sources, which nothing was built from
+except ImportError:  # the folder of the sources
     NO_CUDA = "nothing was built"
 
 _KNOWN = ("cuda", "cpu", "fallback")  # best first
@@ -46,6 +46,9 @@ def _is_installed() -> bool:
 @cache
 def _core() -> ModuleType | str:
     """Return the extension, or say why it cannot be used."""
+    if importlib.util.find_spec("fastamp._build") is None:
+        text = "this is the folder of fastamp's sources, and not what was installed"
+        return f"{text}. Fix it: run Python in another folder, or with -I"
     if not _is_installed():
         return f"fastamp was installed without its compiled code: {NO_CUDA}" + install_again()
     try:

@@ -42,10 +42,10 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._reading: torch.cuda.Event | None = None  # ends copies out of the source's memory
         if device == torch.device("cuda"):  # the current one, which is another in other threads
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
-        self._reading: torch.cuda.Event | None = None  # ends copies out of the source's memory
         self._taken: deque[torch.cuda.Event] = deque()  # of the last batches
         if device not in _sides:
             _sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

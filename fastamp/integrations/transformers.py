@@ -19,6 +19,7 @@ class AmpTrainer:
     `self.accelerator.prepare(fastamp.DataLoader(...))`.
 
     Raises:
+        TypeError: a class has the Trainer before this one among its bases.
         ValueError: FSDP1, DeepSpeed, Megatron-LM or XLA clip and step by themselves.
 
     Example:
@@ -31,6 +32,15 @@ class AmpTrainer:
     """
 
     accelerator: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse an order of bases in which the Trainer's own methods would be called."""
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[1 : cls.__mro__.index(AmpTrainer)]
+        own = [each.__name__ for each in before if not issubclass(each, AmpTrainer)]
+        if own:
+            msg = f"{cls.__name__}: expected AmpTrainer before {own[0]} among its bases"
+            raise TypeError(msg)
 
     @property
     def scaler(self) -> GradScaler:

@@ -89,6 +89,11 @@ def test_it_trains_as_the_trainer_alone_and_logs_what_the_steps_found(tmp_path):
     assert [norms[i] for i in finite] == pytest.approx([expected[i] for i in finite], rel=1e-5)
 
 
+def test_a_trainer_before_the_mixin_is_refused():
+    with pytest.raises(TypeError, match="Late: expected AmpTrainer before Trainer among its"):
+        type("Late", (transformers.Trainer, AmpTrainer), {})
+
+
 @pytest.mark.parametrize("kind", [Ours, OursInFp16, Loading])
 def test_it_resumes_from_its_checkpoints_to_the_bit(tmp_path, kind):
     """In the second epoch, of six steps each."""
