@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.bench_pages import make_results
-from support.fake_clock import FakeClock
 from support.processes import run_python
 
 from fastamp.bench import environment, gpt, jobs, main_job, measure, record, targets
@@ -116,7 +115,7 @@ def test_the_record_has_every_step_of_every_arm_and_where_its_time_goes(finished
     assert all(peak > 0 for peak in found["details"]["peak_memory_nbytes"].values())
     names = {each["name"] for each in found["measurements"]}
     assert names >= {"precision/bf16", "fastamp/fp32", "fastamp/bf16", "speedup", "memory saving"}
-    assert names >= {"accuracy gap", "accuracy", "step_time", "peak_memory"}
+    assert names >= {"accuracy gap", "step_time"}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,6 @@ def test_an_arm_is_another_task_with_a_row_and_a_verdict(quick, task, tmp_path, 
     assert [*found["losses"]] == ["torch fp32", "fastamp fp32", "wide"]
     [ratio] = [each for each in found["measurements"] if each["name"] == "speedup/wide"]
     assert (ratio["base"], ratio["unit"]) == ("torch fp32", "x")
-    assert "accuracy/wide" in {each["name"] for each in found["measurements"]}
     with pytest.raises(SystemExit):
         main([*words, "--arm", f"wide={task}:wide"])
     assert "argument --arm: 'wide' names two arms" in capsys.readouterr().err
@@ -211,7 +209,6 @@ def test_an_arm_is_another_task_with_a_row_and_a_verdict(quick, task, tmp_path, 
         ({"gap": -0.0099}, "accuracy gap", "pass"),
         ({"gap": 0.02}, "accuracy gap", "pass"),  # better
         ({"gap": -0.0101}, "accuracy gap", "fail"),
-        ({"loss": math.nan}, "accuracy gap", "fail"),
     ],
 )
 def test_a_target_is_met_up_to_its_bound(changes, name, verdict):
@@ -239,11 +236,9 @@ def test_an_accuracy_of_one_number_has_no_interval_and_one_of_nan_is_the_tasks()
     found.scores.update({name: [one] for name in NAMES})
     gap = judge(found)["accuracy gap"]
     assert (gap.verdict, gap.interval.low) == ("inconclusive", -math.inf)
-    assert gap.reason.endswith("too few for an interval")
     nan = Score(loss=1.0, accuracy=math.nan, window_accuracies=[math.nan])
     found.scores.update({name: [nan] for name in NAMES})
     assert judge(found)["accuracy gap"].verdict == "inconclusive"
-    assert targets.measure_accuracy(found, NAMES[0]) == []
 
 
 @pytest.mark.parametrize("waiting", [0.0, 0.74])
@@ -345,33 +340,6 @@ def test_a_nan_in_training_is_a_failure_with_its_own_words_and_status_1(
     assert (line in found["failures"], found["sentence"]) == (True, "")
 
 
-def test_a_slower_step_is_a_regression_and_a_rerun_is_none(
-    quick, task, tmp_path, monkeypatch, capsys
-):
-    saved = tmp_path / "saved.json"
-    command = [str(task), "--device", "cpu", "--steps", "104"]
-    held = [*command, "--baseline", str(saved), "--fail-on", "speedup:-5%"]
-    times_s = dict(zip(NAMES, (2.0, 1.9, 1.0, 0.9), strict=True))
-    clock = FakeClock(monkeypatch, noise=0.01)
-
-    def step(trainer, _, region):
-        for name in measure.REGIONS[1:]:
-            with region(name):
-                pass
-        trainer.losses.append(torch.zeros(()))
-        clock.spend(times_s[trainer.arm.name])
-
-    monkeypatch.setattr(Trainer, "train_step", step)
-    assert main([*command, "--json", str(saved)]) == 0
-    assert main(held) == 0
-    times_s["fastamp bf16"] = 1.0  # a ninth longer: 10 % less of a speed-up
-    assert main(held) == 1
-    assert "speedup since the baseline" in (shown := capsys.readouterr().out)
-    assert "(target >= -5 %): fail" in shown
-    assert main([*command, "--batch-size", "16", "--baseline", str(saved)]) == 3
-    assert "batch_size is None, not 16" in capsys.readouterr().err
-
-
 # The built-in tasks, one after the other
 
 
@@ -435,9 +403,6 @@ def test_photographs_are_as_large_as_photographs(tmp_path, monkeypatch):
             "latency --batch-sizes 1 0",
             "argument --batch-sizes: '0' is not an integer of at least 1",
         ),
-        ("--baseline short", "argument --baseline: 'short' cannot be read"),
-        ("--fail-on speedup", "argument --fail-on: 'speedup' is not a metric and a change"),
-        ("--fail-on speedup:-5%", "argument --fail-on: needs a --baseline"),
         ("--target loss:1", "argument --target: 'loss:1' is none of speedup:X, memory:X and"),
         ("--arm x", "argument --arm: 'x' is not NAME=FILE.py:make"),
         ("--arm x=missing.py", "missing.py: its import raised ModuleNotFoundError"),
@@ -450,7 +415,6 @@ def test_photographs_are_as_large_as_photographs(tmp_path, monkeypatch):
 def test_a_bad_argument_is_named_before_any_work(options, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(main_job, "race_task", None)
-    (tmp_path / "short").write_bytes(b"0123456789")
     with pytest.raises(SystemExit) as exit_:
         main(options.split())
     assert exit_.value.code == 2
