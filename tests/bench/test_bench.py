@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
@@ -15,11 +14,11 @@ import torch
 from support.bench_pages import make_results
 from support.processes import run_python
 
-from fastamp.bench import environment, gpt, jobs, main_job, measure, record, targets
+from fastamp.bench import environment, gpt, jobs, main_job, measure, targets
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpt import Shape
 from fastamp.bench.measure import peak_memory
-from fastamp.bench.race import Plan, Race
+from fastamp.bench.race import Plan
 from fastamp.bench.tasks import find_make
 from fastamp.bench.trainer import Score, Trainer
 
@@ -146,20 +145,6 @@ def test_memory_is_measured_in_another_process_and_grows_with_the_model(processe
     assert 16 * parameters < small < 64 * parameters
 
 
-def test_the_first_build_trains_all_steps_and_the_others_are_for_the_times(
-    quick, task, monkeypatch
-):
-    made, train = [], measure._train
-
-    def look(arms, device, seed, steps, *rest):
-        made.append((rest[-1], steps))
-        return train(arms, device, seed, steps, *rest)
-
-    monkeypatch.setattr(measure, "_train", look)
-    assert main([str(task), "--device", "cpu", "--steps", "8"]) == 0
-    assert made == [(1, 8), (2, None), (3, None)]
-
-
 def test_every_arm_starts_from_the_same_weights_and_takes_the_same_batches(
     quick, task, monkeypatch
 ):
@@ -224,34 +209,12 @@ def test_a_saving_of_memory_is_met_up_to_its_bound(peak, verdict):
         assert saving.reason == f"{peak} MiB against 100"
 
 
-def test_a_speedup_that_cannot_be_expected_is_not_judged_but_shown():
-    found = judge(make_results(speedups=[0.5] * 6), excused="no units")["speedup"]
-    assert (found.verdict, found.excused) == ("n/a", "no units")
-    assert found.interval.value == pytest.approx(0.5)
-
-
-def test_an_accuracy_of_one_number_has_no_interval_and_one_of_nan_is_the_tasks():
+def test_an_accuracy_of_one_number_has_no_interval():
     found = make_results()
     one = Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5])
     found.scores.update({name: [one] for name in NAMES})
     gap = judge(found)["accuracy gap"]
     assert (gap.verdict, gap.interval.low) == ("inconclusive", -math.inf)
-    nan = Score(loss=1.0, accuracy=math.nan, window_accuracies=[math.nan])
-    found.scores.update({name: [nan] for name in NAMES})
-    assert judge(found)["accuracy gap"].verdict == "inconclusive"
-
-
-@pytest.mark.parametrize("waiting", [0.0, 0.74])
-def test_the_line_of_a_verdict_has_at_most_100_columns(waiting, monkeypatch):
-    monkeypatch.setattr(Race, "waiting", lambda _: waiting)
-    why = {environment.no_speed_reason("cpu", each) for each in ("bf16", "fp16")} - {None}
-    for excused in ("", "no lower precision was raced", *why, "this GPU has no bf16 units"):
-        found = make_results(speedups=[1.2345, 12.345, 1.2345, 12.345, 9.8765], gap=-0.0123)
-        peaks = dict(zip(NAMES, (15_678 * MIB, 1, 1, 12_345 * MIB), strict=True))
-        judged = targets.judge_targets(found, peaks, targets.TARGETS, batch=40, excused=excused)
-        lines = [each.text() for each in record.doubt(judged, {"training": found.race})]
-        assert len(lines) == 3
-        assert all(len(line) <= 100 for line in lines), lines
 
 
 def say(found, peaks=None):
@@ -312,13 +275,8 @@ def test_a_users_task_has_no_targets_unless_it_gives_them(quick, task, tmp_path,
     assert "no verdict: train has no targets for --check" in capsys.readouterr().err
     assert main([*words, "--check", "--target", "accuracy:1"]) == 0
     assert "accuracy gap" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("options", ["--check", "--check --target memory:0"])
-def test_a_missed_target_is_an_error_only_with_check(quick, options, monkeypatch, capsys):
-    monkeypatch.setattr(main_job, "race_task", lambda *_, **__: make_results(speedups=[2.0] * 6))
-    assert main(["--device", "cpu", *options.split()]) == int("target" not in options)
-    assert "memory saving 0 % (target >= " in capsys.readouterr().out
+    missed = ["--target", "speedup:1e6"]
+    assert (main([*words, *missed, "--check"]), main([*words, *missed])) == (1, 0)
 
 
 def test_a_nan_in_training_is_a_failure_with_its_own_words_and_status_1(
@@ -383,18 +341,6 @@ def test_a_built_in_task_has_the_same_losses_by_torch_and_by_fastamp(name, monke
     assert ours == pytest.approx(theirs, rel=rtol)
 
 
-def test_photographs_are_as_large_as_photographs(tmp_path, monkeypatch):
-    image = pytest.importorskip("PIL.Image")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    importlib.import_module("task_images").write_photos(tmp_path, 3, 0)
-    files = sorted(tmp_path.glob("*/*.jpg"))
-    assert len({path.read_bytes() for path in files}) == 3
-    for path in files:
-        assert 35_000 < path.stat().st_size < 65_000
-        with image.open(path) as photo:
-            assert photo.size == (500, 375)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -419,14 +365,6 @@ def test_a_bad_argument_is_named_before_any_work(options, message, monkeypatch, 
         main(options.split())
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_gpu_that_is_not_there_is_a_bad_argument(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit_:
-        main(["--device", "cuda"])
-    assert exit_.value.code == 2
-    assert "argument --device: invalid choice: 'cuda'" in capsys.readouterr().err
 
 
 @pytest.mark.cuda

@@ -38,19 +38,6 @@ def with_units(monkeypatch):
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
 
 
-def test_a_pure_python_install_is_named_with_its_remedy(look, monkeypatch):
-    monkeypatch.setattr(choose, "_is_installed", lambda: False)
-    monkeypatch.setattr(choose, "_core", choose._core.__wrapped__)
-    monkeypatch.setattr(choose, "_tables", dict)
-    monkeypatch.setattr(choose, "NO_CUDA", "no C++ compiler was found")
-    command = f"{PYTHON} -m pip install --force-reinstall --no-deps --no-cache-dir"
-    command += " FOLDER_OF_ITS_SOURCES"
-    said = look()
-    assert "cpu     pure Python" in said
-    assert "fastamp was installed without its compiled code: no C++ compiler was found. " in said
-    assert f"Fix it: {command}" in said
-
-
 def test_compiled_code_that_cannot_be_loaded_is_served_by_python_and_named(look, monkeypatch):
     monkeypatch.setattr(choose, "_is_installed", lambda: True)
     monkeypatch.setattr(choose, "_only", None)
@@ -71,23 +58,6 @@ def test_compiled_code_that_cannot_be_loaded_is_served_by_python_and_named(look,
         for cached in (choose._core, choose._tables):
             cached.cache_clear()
         choose._handles.clear()
-
-
-@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
-def test_a_build_without_cuda_code_is_named_with_its_remedy_beside_a_gpu(look, monkeypatch):
-    from fastamp import _native
-
-    monkeypatch.setattr(_native, "built_with_cuda", False)
-    monkeypatch.setattr(choose, "NO_CUDA", "no nvcc that works was found; there was no driver")
-    monkeypatch.setattr(choose, "_warn_of", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    said = look()
-    assert "cpu     compiled code" in said
-    assert said.count("pure Python, which is slower: fastamp was built without CUDA") == 2
-    assert f"there was no driver. Fix it: FASTAMP_CUDA=ON {PYTHON} -m pip install" in said
-    assert "on cuda: this GPU has no bf16 units. Fix it: train in FP32" in said
 
 
 def test_a_cpu_without_bf16_units_is_named_with_its_remedy(look, monkeypatch, with_units):

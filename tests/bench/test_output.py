@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import stat
 
 import pytest
@@ -36,21 +35,6 @@ def refusal(words, capsys):
 def test_a_full_device_is_one_line_and_status_2(option, capsys):
     said = refusal([option, "/dev/full"], capsys)
     assert said == f"{PREFIX} {option} /dev/full: No space left on device\n"
-
-
-@pytest.mark.parametrize("option", ["--json", "--report"])
-def test_a_file_that_cannot_grow_stays_as_it_was(option, tmp_path, capsys):
-    path = tmp_path / "found"
-    path.write_text("older")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        said = refusal([option, str(path)], capsys)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert said == f"{PREFIX} {option} {path}: File too large\n"
-    assert [*tmp_path.iterdir()] == [path]
-    assert path.read_text() == "older"
 
 
 def test_a_file_is_replaced_at_the_end_of_links_and_keeps_its_mode(tmp_path, monkeypatch, capsys):

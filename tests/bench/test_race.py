@@ -124,6 +124,7 @@ def test_every_build_makes_its_arms_anew_and_has_one_ratio(clock):
     race = run_race(make, Plan(rounds=40, warmup=0, builds=(5,)))
     logs = [math.log(ratio) for ratio in (1.1, 1.2, 1.3, 1.4, 1.5)]
     assert (len(race.builds), race.is_apart) == (5, False)
+    assert race.time_s("ours").value == pytest.approx(1.0)
     assert race.ratio("ours").value == pytest.approx(math.exp(np.mean(logs)))
     half = 3.2976 * np.std(logs, ddof=1) / math.sqrt(5)  # Student's at 97 %, four degrees
     found = race.ratio("ours")
@@ -254,6 +255,17 @@ def schedule(folder, thread, ran, waited):
     (path / "schedstat").write_text(f"{ran} {waited} 7\n")
 
 
+@pytest.fixture
+def proc(tmp_path, monkeypatch):
+    """Return a folder in the place of /proc, on two cores; 10 s pass between two looks."""
+    clock = itertools.count(0, 10)
+    monkeypatch.undo()
+    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(cores, "perf_counter", lambda: next(clock))
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("ran_s", "waited_s", "share"),
     [
@@ -264,17 +276,12 @@ def schedule(folder, thread, ran, waited):
     ],
 )
 def test_a_neighbour_is_time_that_threads_waited_for_a_core_that_others_had(
-    tmp_path, monkeypatch, ran_s, waited_s, share
+    proc, ran_s, waited_s, share
 ):
-    clock = itertools.count(0, 10)
-    monkeypatch.undo()
-    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(cores, "perf_counter", lambda: next(clock))
-    schedule(tmp_path, 1, 5_000, 7_000)
+    schedule(proc, 1, 5_000, 7_000)
     counted = Cores()
-    schedule(tmp_path, 1, 5_000 + int(ran_s[0] * 1e9), 7_000 + int(waited_s[0] * 1e9))
-    schedule(tmp_path, 2, int(ran_s[1] * 1e9), int(waited_s[1] * 1e9))  # a new thread
+    schedule(proc, 1, 5_000 + int(ran_s[0] * 1e9), 7_000 + int(waited_s[0] * 1e9))
+    schedule(proc, 2, int(ran_s[1] * 1e9), int(waited_s[1] * 1e9))  # a new thread
     assert counted.waiting().share == pytest.approx(share, abs=0.01)
 
 
@@ -296,33 +303,23 @@ def test_this_kernel_counts_a_thread_that_runs_or_does_not_count(monkeypatch):
     assert found is None or found.ran_s > 0.03
 
 
-def test_what_workers_ran_that_have_ended_is_no_neighbours(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    clock = itertools.count(0, 10)
-    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(cores, "perf_counter", lambda: next(clock))
+def test_what_workers_ran_that_have_ended_is_no_neighbours(proc, monkeypatch):
     ended = iter([os.times_result((0, 0, 3, 1, 0)), os.times_result((0, 0, 12, 2, 0))])
     monkeypatch.setattr(cores.os, "times", lambda: next(ended))
-    schedule(tmp_path, 1, 0, 0)
+    schedule(proc, 1, 0, 0)
     counted = Cores()
-    schedule(tmp_path, 1, int(9e9), int(8e9))  # it waited for its own two workers
+    schedule(proc, 1, int(9e9), int(8e9))  # it waited for its own two workers
     assert counted.waiting().share == pytest.approx(1 / 20)  # 20 s of cores, 19 of them ours
 
 
 @pytest.mark.parametrize(("others", "share"), [(0, 0.0), (3, 0.25)])
-def test_threads_wait_no_longer_than_others_ran(others, share, tmp_path, monkeypatch):
-    monkeypatch.undo()
-    clock = itertools.count(0, 10)
-    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(cores, "perf_counter", lambda: next(clock))
+def test_threads_wait_no_longer_than_others_ran(others, share, proc):
     ticks = os.sysconf("SC_CLK_TCK")
-    (tmp_path / "stat").write_text("cpu  100 0 0 9 9 0 0 0 0 0\ncpu0 1\n")
-    schedule(tmp_path, 1, 0, 0)
+    (proc / "stat").write_text("cpu  100 0 0 9 9 0 0 0 0 0\ncpu0 1\n")
+    schedule(proc, 1, 0, 0)
     counted = Cores()
-    (tmp_path / "stat").write_text(f"cpu  {100 + (9 + others) * ticks} 0 0 9 9 0 0 0 0 0\n")
-    schedule(tmp_path, 1, int(9e9), int(8e9))
+    (proc / "stat").write_text(f"cpu  {100 + (9 + others) * ticks} 0 0 9 9 0 0 0 0 0\n")
+    schedule(proc, 1, int(9e9), int(8e9))
     assert counted.waiting().share == pytest.approx(share)
 
 
@@ -368,13 +365,6 @@ def test_an_interval_covers_the_truth_as_often_as_it_says(n):
     assert sum(each.low <= 0 <= each.high for each in found) >= 367  # 380, 3 deviations
 
 
-def test_few_values_have_no_interval_and_none_no_figure():
-    two = estimate([1.0, 2.0])
-    assert (two.value, two.low, two.high) == (1.5, -math.inf, math.inf)
-    assert math.isnan(estimate([]).value)
-    assert verdict_on(two, 0) == "inconclusive"
-
-
 @pytest.mark.parametrize(
     ("ends", "verdict"),
     [
@@ -403,11 +393,3 @@ def test_only_an_interval_that_clears_the_target_passes(ends, verdict):
 )
 def test_a_ratio_that_may_be_either_is_not_called_equal(ends, verdict):
     assert Interval(value=1.0, low=ends[0], high=ends[1]).verdict == verdict
-
-
-def test_times_and_ratios_of_a_race_come_from_its_visits():
-    rounds = [{"a": Visit(a), "b": Visit(1.0)} for a in (2.0, 8.0)] * 3
-    race = Race(arms=["a", "b"], builds=[Build(arms=["a", "b"], rounds=rounds)] * 3)
-    assert race.time_s("a").value == pytest.approx(4.0)
-    assert race.ratio("b").value == pytest.approx(4.0)
-    assert race.ratio("a", "b").value == pytest.approx(0.25)
