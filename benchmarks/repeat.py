@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from fastamp.bench.environment import count_cores
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import SAID, UNTOLD, Interval
 
@@ -120,7 +120,7 @@ def main() -> int:
     if not args.busy:
         return summarize(run_all(args.only * args.runs, args.quiet))
     words = [sys.executable, "-c", BUSY]
-    neighbours = [subprocess.Popen(words) for _ in range(count_cores())]
+    neighbours = [subprocess.Popen(words) for _ in os.sched_getaffinity(0)]
     try:
         rows = run_all([args.only[place % len(args.only)] for place in range(args.busy)])
     finally:

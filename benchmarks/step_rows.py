@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 PRODUCTS_RTOL = 0.05  # of the norm of Muon's step: fifteen products in bfloat16
 MUON_RATE = 0.02
-METRICS = step.METRICS
 
 
 class Norm(Side):

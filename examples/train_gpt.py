@@ -41,14 +41,14 @@ def parse_options():
 
 def load_data(path, block_size):
     """Return all windows of bytes to train on, and some to evaluate on."""
-    corpus = read_library()
+    train, validation = read_library()
     if path is not None:
         found = [file for file in sorted(path.rglob("*")) if file.is_file()]
-        corpus = load_corpus(found or [path])
-    held_out = fastamp.TokenDataset(corpus.validation, block_size)
+        train, validation = load_corpus(found or [path])
+    held_out = fastamp.TokenDataset(validation, block_size)
     stride = -(-len(held_out) // VALIDATION_WINDOWS)
     chosen = Subset(held_out, range(0, len(held_out), stride))
-    return fastamp.TokenDataset(corpus.train, block_size), chosen
+    return fastamp.TokenDataset(train, block_size), chosen
 
 
 def in_ranks(model, kind, device):

@@ -4,10 +4,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ from fastamp._files import write
 from fastamp.bench import doctor, latency, loader, main_job, page, record, step, timer
 from fastamp.bench.environment import describe
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.record import BASELINE, Measurement, Task, read_baseline, read_bound
+from fastamp.bench.record import Task
 from fastamp.bench.tasks import BrokenTask
 
 PROGRAM = "python -m fastamp.bench"
-# Each has METRICS, which its help lists, prepare(args), and add_options(add) or none.
+# Each has prepare(args), and add_options(add) or none.
 COMMANDS: dict[str, Any] = {
     "train": main_job,
     "all": main_job.All,
@@ -31,20 +29,15 @@ COMMANDS: dict[str, Any] = {
     "latency": latency,
     "doctor": doctor,
 }
-STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on, or a loss
-has become NaN; 2 a bad argument, a task that breaks its contract, or a result that cannot be
-written; 3 the environment does not allow a verdict: with --check where one is inconclusive, all are
-n/a or there is none, with --fail-on where the change is inconclusive or this run lacks the metric,
-and with a --baseline of another schema, command, job or machine."""
-MOVES = """a metric and how far it may move from the baseline, as in 'speedup:-5%%' or
-'step_time:+10%%'; may be given several times"""
+STATUS = """Exit status: 0; 1 a loss has become NaN, or with --check a target is missed; 2 a bad
+argument, a task that breaks its contract, or a result that cannot be written; 3 with --check there
+is no verdict: one is inconclusive, all are n/a, or there is no target."""
 
 
 def _writable_file(text: str) -> Path:
     path = Path(text).absolute()
-    exists = os.access(path, os.F_OK)
-    needed = path if exists else path.parent
-    if not os.access(needed, os.W_OK) or needed.is_dir() == exists:
+    needed = path if path.exists() else f"{path.parent}/."  # a folder
+    if path.is_dir() or not os.access(needed, os.W_OK):
         message = f"{text!r} is no file that can be written"
         raise argparse.ArgumentTypeError(message)
     return path
@@ -52,50 +45,24 @@ def _writable_file(text: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        with suppress(OSError):  # a file that has become a pipe: "Illegal seek"
-            sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding lacks
     args, (job, work) = _parse(list(sys.argv[1:] if argv is None else argv))
-    run = {"command": args.command, "environment": describe(args.device), "job": job}
-    for problem, status in _find_problems(args, run):
-        return _say(args, problem, status)
     try:
         report = work()
-        known = {each.name: each for each in report.measurements}
-        changes = [
-            record.hold(known.get(name, Measurement(name=name, interval=None)), args.baseline, most)
-            for name, most in args.fail_on
-        ]
-        measurements = record.doubt([*report.measurements, *changes], report.races)
+        measurements = record.doubt(report.measurements, report.races)
+        run = {"command": args.command, "environment": describe(args.device), "job": job}
         _write(record.make_record(replace(report, measurements=measurements), run), args)
     except BrokenTask as error:
         task = f"argument task: {args.task!r}" if "task" in args else "a task"
         print(error.trace, end="", file=sys.stderr)
         return _say(args, f"error: {task} breaks its contract: {error}")
     except OSError as error:
-        if error.filename is None and sys.stdout is sys.__stdout__:
-            # What is buffered is not tried again at the end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        where = error.filename or "the standard output"
-        cannot = f"cannot write {where}: {error.strerror}" if error.errno else str(error)
-        return _say(args, f"error: {cannot}")
-    held = [each for each in measurements if each.target]
-    judged = {each.verdict for each in held if args.check or each.base == BASELINE}
+        return _say(args, f"error: cannot write {error.filename or 'the output'}: {error.strerror}")
+    judged = {each.verdict for each in measurements if each.target and args.check}
     if "fail" in judged or report.failures:
         return 1
     if args.check and not judged:
         return _say(args, f"no verdict: {args.command} has no targets for --check", 3)
     return 3 if "inconclusive" in judged or judged == {"n/a"} else 0
-
-
-def _find_problems(args: argparse.Namespace, run: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield why a run cannot be held to the baseline, and the exit status."""
-    if args.baseline is not None and (found := record.differences(args.baseline, run)):
-        yield f"no verdict: the baseline cannot be compared: {'; '.join(found)}", 3
-    for name, _ in args.fail_on:
-        if name not in (known := args.baseline["metrics"]):
-            has = f"is no metric of the baseline, which has {', '.join(known)}"
-            yield f"error: argument --fail-on: {name!r} {has}", 2
 
 
 def _say(args: argparse.Namespace, text: str, status: int = 2) -> int:
@@ -109,14 +76,11 @@ def _write(found: dict[str, Any], args: argparse.Namespace) -> None:
     try:
         print(record.render(found), flush=True)
     finally:
-        pages: dict[str, Callable[[], str]] = {
-            "json": lambda: json.dumps(found, indent=1, allow_nan=False) + "\n",
-            "report": lambda: page.make(found),
-        }
-        for option, make in pages.items():
+        saved = json.dumps(found, indent=1, allow_nan=False) + "\n"
+        for option, text in {"json": saved, "report": page.make(found)}.items():
             if (path := vars(args)[option]) is not None:
                 try:
-                    write(path, make().encode())
+                    write(path, text.encode())
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, f"--{option} {path}") from None
 
@@ -138,15 +102,12 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             help=command.__doc__,
             description=command.__doc__,
-            epilog=f"Metrics for --fail-on: {command.METRICS}.\n\n{STATUS}\n"
-            + getattr(command, "VERBATIM", ""),
+            epilog=f"{STATUS}\n{getattr(command, 'VERBATIM', '')}",
         )
         _add_options(added.add_argument)
         getattr(command, "add_options", lambda _: None)(added.add_argument)
     args = parser.parse_args(words)
     refused = subparsers.choices[args.command].error
-    if args.fail_on and args.baseline is None:
-        refused("argument --fail-on: needs a --baseline")
     try:
         return args, COMMANDS[args.command].prepare(args)
     except argparse.ArgumentError as error:
@@ -164,20 +125,6 @@ def _add_options(add: Callable[..., object]) -> None:
     add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}")
     add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
     add("--report", type=_writable_file, metavar="FILE", help="write an HTML page to FILE")
-    add(
-        "--baseline",
-        type=read_baseline,
-        metavar="FILE",
-        help="a file written by --json before",
-    )
-    add(
-        "--fail-on",
-        type=read_bound,
-        action="append",
-        default=[],
-        metavar="BOUND",
-        help=MOVES,
-    )
     add("--check", action="store_true", help="exit with 1 if a target is missed")
 
 

@@ -15,8 +15,7 @@ def run_apart(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """Call a function in a fresh process, and return what it returns.
 
     Raises:
-        BrokenTask: the task is broken, or the process was killed.
-        ChildProcessError: another error ended the process, which has printed its traceback.
+        BrokenTask: the task is broken, or the process was killed, or has printed its traceback.
     """
     context = get_context("spawn")
     ours, theirs = context.Pipe()
@@ -29,11 +28,8 @@ def run_apart(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         found: Any = ours.recv()
     except (EOFError, ConnectionError):
         process.join()
-        if process.exitcode == 1:
-            msg = "a process of the bench has failed: its traceback is above"
-            raise ChildProcessError(msg) from None
-        killed = f"a process of the bench was killed, with status {process.exitcode}"
-        msg = f"batch_size: a step does not fit into memory, or the model crashes: {killed}"
+        ended = f"a process of the bench has ended with status {process.exitcode}"
+        msg = f"{ended}: its traceback is above, or a step does not fit into memory, or crashes"
         raise BrokenTask(msg) from None
     except BaseException:  # such as an interrupt
         process.terminate()

@@ -4,9 +4,10 @@ import argparse
 import gc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from time import perf_counter
+from timeit import timeit
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fastamp._progress import progress
@@ -31,8 +32,6 @@ MOST_CALLS = 50
 PLAN = Plan(build_s=1.0, limit_s=60.0)
 PLAIN = "plain"  # the arm that does the same work in the plainest way
 
-Details = dict[str, dict[str, float]]  # more figures of each arm, by name
-
 
 def run_cases(
     args: argparse.Namespace,
@@ -40,7 +39,6 @@ def run_cases(
     names: Collection[str],
     make: Callable[[str], Case],
     notes: list[str],
-    details: Callable[[Race], Details] = lambda _: {},
 ) -> Report:
     """Race the arms of each case; `make`, which can be pickled, builds it in fresh processes."""
     with progress(plan.builds[-1]) as tick:
@@ -53,12 +51,8 @@ def run_cases(
     known, rows, found = {}, [], []
     for name, race in races.items():
         base, last = race.arms[0], race.arms[-1]
-        known[name] = details(race)
-        for arm in race.arms:
-            time_s = race.quartiles_s(arm)[1]
-            rates = {n: amount / time_s for n, amount in race.builds[0].found.items()}
-            known[name][arm] = {**rates, **known[name].get(arm, {})}
-            rows.append(_row(name, arm, race, known[name][arm]))
+        known[name] = {arm: _find_figures(race, arm) for arm in race.arms}
+        rows += [_row(name, arm, race, figures) for arm, figures in known[name].items()]
         for arm in race.arms[1:]:
             metric = f"speedup/{name}" if arm == last else f"speedup/{name}/{arm}"
             found.append(compare_arms(race, metric, arm, base))
@@ -81,8 +75,14 @@ def _build_cases(
     return builds
 
 
+def _find_figures(race: Race, arm: str) -> dict[str, float]:
+    """Return the times of an arm, and the rates of their median."""
+    p50, p90, p99 = map(float, np.percentile(race.times_s(arm), (50, 90, 99)))
+    rates = {name: amount / p50 for name, amount in race.builds[0].found.items()}
+    return {"median ms": 1e3 * p50, "p90 ms": 1e3 * p90, "p99 ms": 1e3 * p99, **rates}
+
+
 def _row(name: str, arm: str, race: Race, figures: dict[str, float]) -> dict[str, str]:
-    figures = {"median ms": 1e3 * race.quartiles_s(arm)[1], **figures}
     row = {"race": name, "arm": arm, "builds": str(len(race.builds))}
     row |= {key: show(x, ".0f" if x >= 1000 else ".3f") for key, x in figures.items()}
     row["speed-up [95 %]"] = race.ratio(arm).text(".3f", "x")
@@ -140,18 +140,13 @@ def compare(
     """Race two or more callables: any loops, steps or passes of a program of one's own.
 
     They take turns in random mirrored order, so that a machine that slows down slows all of them
-    down, in 5 to 12 parts, over which the interval is. Each is called at least 15 times. They live
-    through the whole race, so it does not vary where their memory lies: run the program again for
-    that.
+    down, in 5 to 12 parts, over which the interval is. Each is called at least 15 times. Where
+    their memory lies stays as it is: run the program again to vary that.
 
     Args:
         callables: by name, without arguments. The first one is the base of the table.
         build_s: seconds of a part, after which no more calls begin.
         device: waited for after each call; None is CUDA where the program has used it.
-
-    Raises:
-        ValueError: there are fewer than two callables.
-        TypeError: one cannot be called.
 
     Example:
         >>> import fastamp.bench
@@ -160,24 +155,10 @@ def compare(
         >>> found.ratio("norm", "sum").verdict in {"faster", "slower", "equal", "cannot tell"}
         True
     """
-    if len(callables) < 2:
-        msg = f"callables: expected two or more, got {len(callables)}"
-        raise ValueError(msg)
-    given: Mapping[str, Any] = callables
-    for name, call in given.items():
-        if not callable(call):
-            msg = f"callables[{name!r}]: expected a function, got {type(call).__name__}"
-            raise TypeError(msg)
     cuda: Any = torch.cuda
     kind = torch.device(device or ("cuda" if cuda.is_initialized() else "cpu")).type
-    fastest_s = min(map(_time_s, callables.values()))
+    fastest_s = min(timeit(call, number=1) for call in callables.values())
     calls = min(max(round(VISIT_S / max(fastest_s, 1e-9)), 1), MOST_CALLS)
     case, plan = Case(arms=callables, calls=calls), replace(PLAN, build_s=build_s)
     with progress(plan.builds[-1]) as tick:
         return Comparison(run_race(lambda: case, plan, device=kind, tick=tick))
-
-
-def _time_s(call: Callable[[], object]) -> float:
-    start_s = perf_counter()
-    call()
-    return perf_counter() - start_s

@@ -14,8 +14,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from fastamp.bench.environment import count_cores
-
 MOST_WAITING = 0.1  # of the time of our threads: beyond it there is no verdict
 PROCESSES = Path("/proc")
 
@@ -48,7 +46,7 @@ class Cores:
         sums = [[math.fsum(each) for each in zip(*t, strict=True)] for t in (end.values(), then)]
         ran_s, waited_s = (1e-9 * (now - before) for now, before in zip(*sums, strict=True))
         ran_s += _count_ended_s() - self._ended_s
-        free_s = count_cores() * elapsed_s - ran_s
+        free_s = len(os.sched_getaffinity(0)) * elapsed_s - ran_s
         busy_s, others_s = _count_busy_s(), free_s
         if busy_s is not None and self._busy_s is not None:
             others_s = busy_s - self._busy_s - ran_s

@@ -24,11 +24,8 @@ def find(pattern: str, path: str) -> str | None:
 
 def cpu_features() -> set[str]:
     """Return the names of the processor's instruction sets; empty where they are not listed."""
-    flags = find(r"^(?:flags|Features)\s*:\s*(.+)$", "/proc/cpuinfo")
-    if flags is not None:
-        return set(flags.split())
-    ask = getattr(torch.cpu, "get_capabilities", None)  # torch >= 2.10
-    return {name for name, present in ask().items() if present is True} if ask else set()
+    ask = getattr(torch.cpu, "get_capabilities", dict)  # torch >= 2.10
+    return {name for name, is_there in ask().items() if is_there is True}
 
 
 def no_speed_reason(device: str, precision: str) -> str | None:
@@ -58,10 +55,3 @@ def describe(device: str) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda if cuda else None,
     }
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -4,7 +4,7 @@ import os
 import sysconfig
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -107,18 +107,14 @@ class GPT(nn.Module):
         return logits
 
 
-class Corpus(NamedTuple):
-    """Bytes to train on and, after the cut, bytes to validate on: no byte is in both."""
-
-    train: npt.NDArray[np.uint8]
-    validation: npt.NDArray[np.uint8]
+Corpus: TypeAlias = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]  # no byte is in both
 
 
 def load_corpus(files: list[Path]) -> Corpus:
-    """Read files, one after the other, and keep their tail for validation."""
+    """Read files, one after the other; return bytes to train on, and the tail for validation."""
     data = np.frombuffer(b"".join(file.read_bytes() for file in files), dtype=np.uint8)
     cut = len(data) - len(data) // VALIDATION_PART
-    return Corpus(data[:cut], data[cut:])
+    return data[:cut], data[cut:]
 
 
 @cache
@@ -146,14 +142,18 @@ def make_small_gpt(device: str, seed: int) -> tuple[Any, ...]:
     return make_model(seed, SHAPES[device], BATCH_SIZES[device])
 
 
+def make_tiny(_device: str, seed: int) -> tuple[Any, ...]:
+    """A GPT of one layer, whose steps load what torch needs for its kernels."""
+    text = np.zeros(64, np.uint8)
+    return make_model(seed, Shape(layers=1, heads=1, width=16, block_size=16), 1, (text, text))
+
+
 def make_model(
     seed: int, shape: Shape, batch_size: int, corpus: Corpus | None = None
 ) -> tuple[Any, ...]:
     """Return a GPT of a shape as a task."""
-    corpus = corpus or read_library()
-    train, held_out = (
-        fastamp.TokenDataset(text, shape.block_size) for text in (corpus.train, corpus.validation)
-    )
+    texts = corpus or read_library()
+    train, held_out = (fastamp.TokenDataset(text, shape.block_size) for text in texts)
     spread = Subset(held_out, range(0, len(held_out), -(-len(held_out) // VALIDATION_WINDOWS)))
     windows = [*DataLoader(spread, batch_size)]
     torch.manual_seed(seed)

@@ -69,8 +69,3 @@ JOBS: dict[str, Callable[[str, int], Any]] = {
     "mlp": make_mlp,
     "rl": make_rl,
 }
-
-
-def describe(name: str) -> str:
-    """Return what a built-in task trains, in a line."""
-    return " ".join(str(JOBS[name].__doc__).split())

@@ -4,25 +4,22 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 
-from fastamp.bench.comparison import Details, run_cases
+from fastamp.bench.comparison import run_cases
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.race import Case, Plan, Race
+from fastamp.bench.race import Case, Plan
 from fastamp.bench.record import Task
 
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
 PLAN = Plan(build_s=1.0, limit_s=45.0)
-METRICS = "speedup/ and the batch size, of AMP against FP32"
 
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
-    sizes = number(int, 1)
-    add("--batch-sizes", type=sizes, nargs="+", default=[1, 4, 16], metavar="SIZE", help=DEFAULT)
+    add("--batch-sizes", type=number(int, 1), nargs="+", default=[1, 4, 16], help=DEFAULT)
     add("--precision", choices=DTYPES, default="bf16", help=f"of AMP {DEFAULT}")
 
 
@@ -34,7 +31,7 @@ def prepare(args: argparse.Namespace) -> Task:
     notes += filter(None, [no_speed_reason(args.device, args.precision)])
     job = {"batch_sizes": sizes, "precision": args.precision, "shape": shape._asdict()}
     make = partial(_make_case, shape, args.device, args.seed, DTYPES[args.precision])
-    return job, partial(run_cases, args, PLAN, sizes, make, notes, percentiles)
+    return job, partial(run_cases, args, PLAN, sizes, make, notes)
 
 
 def _make_case(shape: Shape, device: str, seed: int, dtype: torch.dtype, name: str) -> Case:
@@ -50,11 +47,3 @@ def answer(model: torch.nn.Module, tokens: torch.Tensor, dtype: torch.dtype | No
     """Answer a request; the race waits for the device, and leaves its first rounds out."""
     with torch.autocast(tokens.device.type, dtype=dtype, enabled=dtype is not None):
         model(tokens)
-
-
-def percentiles(race: Race) -> Details:
-    """Return percentiles of the requests' times in milliseconds, by arm."""
-    return {
-        arm: {f"p{p} ms": 1e3 * float(np.percentile(race.times_s(arm), p)) for p in (50, 90, 99)}
-        for arm in race.arms
-    }

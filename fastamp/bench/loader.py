@@ -25,7 +25,6 @@ CHECKED = 3  # batches of each arm
 PLAN = Plan(build_s=2.0, limit_s=45.0)
 KEYS = ("input_ids", "mask", "position", "weight", "label")
 
-
 DATA: dict[str, tuple[str, int, Callable[[], Any]]] = {  # the words, the batch size, the dataset
     "tensors": (
         "a TensorDataset of 60,000 x 784 float32, batches of 256",
@@ -38,7 +37,6 @@ DATA: dict[str, tuple[str, int, Callable[[], Any]]] = {  # the words, the batch 
         lambda: [{key: torch.full((16,), float(i)) for key in KEYS} for i in range(2560)],
     ),
 }
-METRICS = "speedup/ or of_plain/ and the data, as in speedup/tensors"
 
 
 def prepare(args: argparse.Namespace) -> Task:

@@ -9,10 +9,9 @@ from typing import Any
 from fastamp._progress import progress
 from fastamp.bench import measure, targets
 from fastamp.bench.environment import no_speed_reason
-from fastamp.bench.jobs import JOBS, MAIN, describe
+from fastamp.bench.jobs import JOBS, MAIN
 from fastamp.bench.measure import Results, find_failures, last_loss, peak_memory, race_task
 from fastamp.bench.options import DEFAULT, number, refuse
-from fastamp.bench.race import Interval
 from fastamp.bench.record import WIDTH, Measurement, Report, Task
 from fastamp.bench.targets import TARGETS, Peaks
 from fastamp.bench.tasks import CONTRACT, EXAMPLE, find_make, with_absolute_path
@@ -21,9 +20,6 @@ from fastamp.bench.trainer import PRECISIONS, Arm, choose_precisions, list_arms,
 MAIN_STEPS = 48  # of the first build of the main job
 MEMORY_BATCH = {"cpu": 40, "cuda": None}  # of the main job: activations dominate there
 
-METRICS = """speedup (fastamp in the lowest precision over torch in FP32), precision/bf16,
-fastamp/bf16 (over torch in the same precision), step_time, peak_memory, accuracy; of an arm of
---arm: speedup/NAME, accuracy/NAME"""
 VERBATIM = f"\n{CONTRACT}\n{EXAMPLE}"
 TARGETS_HELP = f"""what to hold fastamp's last arm to, against torch in FP32: speedup:1.5 (times as
 fast), memory:0.4 (the share that is saved), accuracy:0.01 (how much lower it may be); may be given
@@ -32,7 +28,7 @@ several times (default: these three for {MAIN}, none for other tasks)"""
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
-    named = " ".join(f"{name}: {describe(name)}" for name in JOBS)
+    named = " ".join(f"{name}: {make.__doc__}" for name, make in JOBS.items())
     text = f"FILE.py, FILE.py:make, package.module:make, or a built-in task {DEFAULT}. {named}"
     add("task", nargs="?", default=MAIN, metavar="TASK", help=text)
     text = "race another task beside it, in the last precision, with torch's loader and step"
@@ -102,17 +98,12 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
     batch = args.memory_batch if args.memory_batch not in found.batch_sizes else None
     judged = targets.judge_targets(found, peaks, args.targets, batch=batch, excused=excused)
     last = judged[0].arm
-    more = [Measurement(name="step_time", interval=found.race.time_s(last), arm=last, unit=" s")]
-    if (peak := peaks.get(last)) is not None:
-        about: dict[str, Any] = {"arm": last, "unit": " bytes", "is_counted": True}
-        more.append(Measurement(name="peak_memory", interval=Interval.exact(peak), **about))
-    for name in (last, *(arm.name for arm in found.arms if arm.is_own)):
-        more += targets.measure_accuracy(found, name, f"/{name}" if name != last else "")
+    time = Measurement(name="step_time", interval=found.race.time_s(last), arm=last, unit=" s")
     scores = {arm: [asdict(score) for score in each] for arm, each in found.scores.items()}
     return Report(
         table=targets.make_rows(found),
         races={"training": found.race},
-        measurements=[*gains, *judged, *more],
+        measurements=[*gains, *judged, time],
         notes=_notes(args, found, peaks),
         losses=found.losses,
         details={
@@ -129,8 +120,8 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
 
 
 def _notes(args: argparse.Namespace, found: Results, peaks: Peaks) -> list[str]:
-    sizes = sorted({*found.batch_sizes})
-    size = f"{sizes[0]} to {sizes[-1]}" if sizes[1:] else str(sizes[0])
+    ends = sorted({min(found.batch_sizes), max(found.batch_sizes)})
+    size = " to ".join(map(str, ends))
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
     steps = f"{len(found.batch_sizes)} steps of {size} samples in the first build"
     notes = [f"{count} parameters, {steps}, {found.visit_steps} in a visit; seed {args.seed}"]
@@ -147,12 +138,8 @@ def _notes(args: argparse.Namespace, found: Results, peaks: Peaks) -> list[str]:
 
 
 class All:
-    """The built-in tasks, one after the other, but for the main job: what fastamp adds to each.
+    """The built-in tasks but the main job, one to two minutes each: what fastamp adds to them."""
 
-    Takes one to two minutes for each task on two CPU cores.
-    """
-
-    METRICS = "TASK/fastamp/PRECISION and TASK/precision/PRECISION, as in mlp/fastamp/fp32"
     TASKS = tuple(name for name in JOBS if name != MAIN)
 
     @classmethod
@@ -188,7 +175,7 @@ def _run_all(args: argparse.Namespace, tasks: dict[str, str]) -> Report:
         table=[{"task": n, **row} for n, each in found.items() for row in targets.make_rows(each)],
         races={name: each.race for name, each in found.items()},
         measurements=gains,
-        notes=[f"{name}: {describe(name)}" for name in tasks if name in JOBS],
+        notes=[f"{name}: {JOBS[name].__doc__}" for name in tasks if name in JOBS],
         details={name: {"shares": each.shares} for name, each in found.items()},
         failures=failed,
         sentence="" if failed else sentence,

@@ -17,15 +17,13 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
 import fastamp
 from fastamp._progress import progress
 from fastamp.bench import apart
 from fastamp.bench.environment import find
-from fastamp.bench.gpt import Corpus, Shape, make_model
-from fastamp.bench.race import Build, Case, Plan, Race, Visit, collect, run_build
+from fastamp.bench.race import Build, Case, Plan, Race, collect, run_build
 from fastamp.bench.tasks import BrokenTask
 from fastamp.bench.trainer import Arm, Score, Trainer
 
@@ -38,11 +36,10 @@ MOST_STEPS = 40  # of a visit: by then one wait for the device no longer counts
 AHEAD = 2  # batches that each worker makes ahead while other arms run
 OPEN_STEPS = 2000  # without --steps, and in all builds but the first: or what fits into the time
 PLAN = Plan(build_s=8.0, limit_s=100.0)
-OUT_OF_MEMORY = "batch_size: a step does not fit into memory"
 SHARES_BLOCKS = 6  # visits of every arm
 REGIONS = ("data", "forward", "backward", "step")
 MEMORY_STEPS = 2  # the first step makes the optimizer's state, the second runs beside it
-TINY = Shape(layers=1, heads=1, width=16, block_size=16)
+TINY = "fastamp.bench.gpt:make_tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +72,7 @@ def race_task(
     def build(_: list[str], number: int) -> dict[str, Build]:
         left = found[0].arms if found else [*arms]
         count = steps if number == 1 else None
-        found.append(apart.run_apart(_train, left, device, seed, count, batch_size, PLAN, number))
+        found.append(apart.run_apart(_train, left, device, seed, count, batch_size, number))
         return {"": found[-1].race.builds[0]}
 
     with progress(PLAN.builds[-1]) as tick:
@@ -89,7 +86,6 @@ def _train(
     seed: int,
     all_steps: int | None,
     batch_size: int | None,
-    plan: Plan,
     number: int,
 ) -> Results:
     """Race all arms in the build of a number; in the first one also score them."""
@@ -109,8 +105,11 @@ def _train(
     steps = count_visit_steps(min(last), left if all_steps else None, workers)
     for trainer in trainers.values():
         trainer.steps = steps
-    build = race_visits(replace(plan, rounds=left // steps, warmup=0))
-    build.warmup, build.rounds = warmup, [_per_step(round_, steps) for round_ in build.rounds]
+    build = race_visits(replace(PLAN, rounds=left // steps, warmup=0))
+    build.rounds = [
+        {name: each._replace(elapsed_s=each.elapsed_s / steps) for name, each in round_.items()}
+        for round_ in build.rounds
+    ]
     for trainer in trainers.values():  # what is left of the training
         trainer.steps = max((all_steps or 0) - len(trainer.losses), 0)
         trainer.prepare()
@@ -139,8 +138,7 @@ def _begin(
     """Return all arms after their first step, and why those in a lower precision cannot train.
 
     Raises:
-        BrokenTask: an arm in FP32, or one of one's own, cannot train, or memory is too small for
-            all.
+        BrokenTask: an arm in FP32, or one of one's own, cannot train.
     """
     trainers: dict[str, Trainer] = {}
     left_out: dict[str, str] = {}
@@ -153,10 +151,6 @@ def _begin(
             trainer.prepare()
             trainer.visit()
         except BrokenTask as error:
-            if error.line.startswith(OUT_OF_MEMORY) and trainers:
-                line = f"memory: {arm.name} does not fit into memory beside {', '.join(trainers)}, "
-                line += "which do; race fewer, as with --precision fp32, or smaller batches"
-                raise BrokenTask(line, error.trace) from None
             if arm.precision == "fp32" or arm.is_own:
                 raise
             left_out[arm.name] = error.line
@@ -169,26 +163,20 @@ def _begin(
 def count_visit_steps(step_s: float, left: int | None, workers: int = 0) -> int:
     """Return the steps of a visit.
 
-    Where only so many are `left`, they make twelve visits, or as many as there are. With workers a
-    visit has some steps for each of them at least, since some batches were made while other arms
-    ran.
+    Where only so many are `left`, they make twelve visits, or as many as there are. A visit has
+    some steps for each worker, which has made batches while other arms ran.
     """
     steps = min(max(math.ceil(VISIT_S / max(step_s, 1e-9)), 1), MOST_STEPS)
     steps = max(steps, 2 * AHEAD * workers)
     return steps if left is None else max(min(steps, left // LEAST_VISITS), 1)
 
 
-def _per_step(round_: dict[str, Visit], steps: int) -> dict[str, Visit]:
-    return {name: each._replace(elapsed_s=each.elapsed_s / steps) for name, each in round_.items()}
-
-
 def find_failures(found: Results) -> list[str]:
     """Return the trainings of the first build whose last loss is NaN or infinite, in words."""
-    last = {name: (curve[-1], len(curve)) for name, curve in found.losses.items()}
     return [
-        f"the training of {name} has failed: its loss is {loss} in step {count}"
-        for name, (loss, count) in last.items()
-        if not math.isfinite(loss)
+        f"the training of {name} has failed: its loss is {curve[-1]} in step {len(curve)}"
+        for name, curve in found.losses.items()
+        if not math.isfinite(curve[-1])
     ]
 
 
@@ -247,18 +235,16 @@ def _measure_peak(arm: Arm, device: str, seed: int, batch_size: int | None) -> i
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     trainer.visit()
     after = _resident_nbytes("VmHWM")
-    return None if before is None or after is None else after - before + weights
+    return after - before + weights if before and after else None
 
 
 def _load_kernels(arm: Arm, device: str) -> None:
     """Take the steps of a tiny model: what torch loads for them is in no peak."""
-    text = Corpus(*(np.zeros(64, np.uint8) for _ in range(2)))
-    trainer = Trainer(arm, device, 0, make=lambda _, seed: make_model(seed, TINY, 1, text))
+    trainer = Trainer(replace(arm, task=TINY), device, 0)
     trainer.steps = MEMORY_STEPS
     trainer.visit()
 
 
-def _resident_nbytes(key: str) -> int | None:
-    """Return what is resident now, VmRSS, or was at its peak, VmHWM."""
-    found = find(rf"{key}:\s+(\d+) kB", "/proc/self/status")
-    return None if found is None else int(found) * 1024
+def _resident_nbytes(key: str) -> int:
+    """Return what is resident now, VmRSS, or was at its peak, VmHWM; 0 where it is not counted."""
+    return 1024 * int(find(rf"{key}:\s+(\d+) kB", "/proc/self/status") or 0)

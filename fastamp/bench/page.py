@@ -38,8 +38,9 @@ HEAD = """<!doctype html>
 <style>{style}</style></head>
 """
 KINDS = {"pass": "good", "faster": "good", "fail": "bad", "slower": "bad", "equal": "soft"}
-COMPARED = """A point is a ratio, by its name for --fail-on, the bar its interval, and the upright
+COMPARED = """A point is a ratio, by its name in the record, the bar its interval, and the upright
 line its target. Green: pass or faster; red: fail or slower; grey: equal; hollow: undecided."""
+TICKS = [round(factor * 10.0**power, 6) for power in range(-6, 7) for factor in (1, 2, 5)]
 LEFT, RIGHT, WIDTH, ROW = 320, 600, 1000, 24  # px: the axis, the picture, a row
 
 
@@ -109,7 +110,7 @@ def draw(title: str, points: Sequence[Point]) -> str:
 
     end = ROW * len(points)
     body = []
-    for tick in _find_ticks(low, high):
+    for tick in (tick for tick in TICKS if low <= tick <= high):
         body.append(f'<path d="M{x(tick)} 8V{end + 10}"/>')
         body.append(f'<text x="{x(tick)}" y="{end + 26}" text-anchor="middle">{tick:g}x</text>')
     body.append(f'<path class="soft" d="M{x(1)} 8V{end + 10}"/>')
@@ -140,14 +141,3 @@ def _find_limits(points: Sequence[Point]) -> tuple[float, float]:
     places = [x for x in places if 0 < x < math.inf]
     pad = max((max(places) / min(places)) ** 0.04, 1.005)
     return min(places) / pad, max(places) * pad
-
-
-def _find_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between the ends of the axis: 1 and a few others."""
-    sizes = [factor * 10.0**power for power in range(-6, 7) for factor in (1, 2, 5)]
-    if high > 8 * low:
-        ticks = sizes if high < 60 * low else sizes[::3]
-    else:
-        step = next(size for size in sizes if high - low <= 6 * size)
-        ticks = [n * step for n in range(math.ceil(low / step), int(high / step) + 1)]
-    return [round(tick, 6) for tick in ticks if low <= tick <= high]

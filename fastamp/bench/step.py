@@ -25,10 +25,9 @@ RATE = 1e-4
 PLAN = Plan(build_s=1.0, limit_s=45.0)
 STOCK_RTOL = 1e-3  # torch's float32 norm is off in the fourth digit
 OUR_RTOL = 1e-5
-SMALL = 50_000  # elements: a step over fewer takes microseconds, and a visit has many calls
-CALLS = 50
+# A step over few elements takes microseconds: so many calls are a visit, well above the clock's.
+SMALL, CALLS = 50_000, 50
 LOOP_ROWS, LOOP_BATCH = 8192, 128  # of a step in a loop
-METRICS = "speedup/ or of_plain/ and the row, as in speedup/gpt2/adamw"
 
 Make = Callable[..., torch.optim.Optimizer]
 FUSED: Make = partial(torch.optim.AdamW, fused=True)
@@ -106,14 +105,9 @@ def race_sides(theirs: "Side", ours: "Side", norms: Sequence[float]) -> Case:
     return Case(
         arms={"torch": theirs.torch, PLAIN: plain, "fastamp": ours.fastamp},
         before=lambda arm: before[arm](),
-        calls=count_calls(ours.row),
+        calls=1 if sum(map(torch.numel, ours.drawn)) > SMALL else CALLS,
         amounts={"GB/s": nbytes / 1e9},
     )
-
-
-def count_calls(row: Row) -> int:
-    """Return how many calls a visit needs, so that its time is well above the clock's."""
-    return 1 if sum(map(math.prod, row.sizes)) > SMALL else CALLS
 
 
 def draw_grads(

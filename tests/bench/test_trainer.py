@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import fastamp
-from fastamp.bench import gpt
+from fastamp.bench import gpt, trainer
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.trainer import Arm, Trainer
 
@@ -36,13 +36,15 @@ def made(corpus):
 
 def draw_batches(corpus):
     """Yield batches of 4 windows."""
-    return iter(DataLoader(fastamp.TokenDataset(corpus.train, 16), 4))
+    return iter(DataLoader(fastamp.TokenDataset(corpus[0], 16), 4))
 
 
 def begin(made, **arm):
     """Return a trainer over a copy of the model."""
     own = copy.deepcopy(made[0]), *made[1:]
-    return Trainer(Arm(name="", task="", **arm), "cpu", 0, make=lambda *_: own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "find_make", lambda _: lambda *_: own)
+        return Trainer(Arm(name="", task="", **arm), "cpu", 0)
 
 
 # The text and the model
@@ -54,9 +56,9 @@ def test_the_standard_library_is_read_without_third_party_code_and_tests(tmp_pat
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(name[:1].encode() * 100)
     monkeypatch.setattr(gpt.sysconfig, "get_path", lambda _: str(tmp_path))
-    read = gpt.read_library.__wrapped__()
-    assert bytes(read.train) == b"j" * 100 + b"o" * 80
-    assert bytes(read.validation) == b"o" * 20
+    train, validation = gpt.read_library.__wrapped__()
+    assert bytes(train) == b"j" * 100 + b"o" * 80
+    assert bytes(validation) == b"o" * 20
 
 
 def test_no_validation_byte_is_ever_trained_on_and_all_windows_are_scored_once(made):

@@ -128,14 +128,6 @@ def test_all_arms_cross_one_loss_with_every_seed(monkeypatch, tmp_path, capsys):
         assert ours == pytest.approx(base, abs=1e-5)
 
 
-def test_a_loss_that_nobody_reaches_ends_with_no_figure():
-    arms = list_arms(TASK, ["fp32"], [])
-    found = [until.train(arms, seed, 10, -1.0) for seed in range(2)]
-    assert all(curve.steps[-1] <= 24 for seed in found for curve in seed.values())
-    rows = until.make_rows(found, -1.0)
-    assert [row[1:] for row in rows[1:]] == [["0 of 2 seeds", "n/a", "n/a", "", ""]] * 2
-
-
 def test_a_task_without_a_held_out_loss_is_refused():
     with pytest.raises(BrokenTask, match=r"options\['evaluate'\]: expected a dict with \"loss\""):
         until.train(list_arms(f"{__name__}:silent", ["fp32"], []), 0, 10, 0.5)
@@ -148,7 +140,3 @@ def test_the_target_is_the_first_arms_loss_at_90_percent_of_its_steps(steps):
     assert steps <= curve.steps[-1] <= steps + 2
     wanted = np.interp(0.9 * steps, curve.steps, curve.smooth())
     assert until.find_target(arm, steps, range(1)) == pytest.approx(wanted)
-
-
-def test_a_loss_that_is_no_number_is_never_reached():
-    assert make_curve([4.0, math.inf, 0.9, math.inf, 4.0]).cross(1.5) is None

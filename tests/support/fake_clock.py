@@ -10,6 +10,8 @@ import numpy as np
 from fastamp.bench import race
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pytest
 
 
@@ -25,3 +27,9 @@ class FakeClock:
     def spend(self, elapsed_s: float) -> None:
         """Let time pass, with random noise."""
         self.now_s += elapsed_s * math.exp(self.noise * self.rng.normal())
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Return how long a call took."""
+        start_s = self.now_s
+        call()
+        return self.now_s - start_s

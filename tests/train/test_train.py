@@ -28,11 +28,11 @@ from fastamp.train.batches import Batches
 
 def test_a_small_gpt_learns_the_interpreters_sources():
     """In nats for a byte: 5.5 is knowing nothing, 3.3 knowing how frequent each byte is."""
-    corpus = read_library()
+    train, validation = read_library()
     torch.manual_seed(0)
     model = GPT(Shape(layers=1, heads=2, width=64, block_size=32))
-    data = fastamp.TokenDataset(corpus.train[:40_000], 32)
-    held_out = fastamp.TokenDataset(corpus.validation[:2_000], 32)
+    data = fastamp.TokenDataset(train[:40_000], 32)
+    held_out = fastamp.TokenDataset(validation[:2_000], 32)
     result = fine_tune(model, data, held_out, TrainConfig(use_amp=True))
     assert result.steps == len(result.train_loss.steps) == 3 * math.ceil(len(data) / 32)
     assert result.train_loss.values[-10:].mean() < 3.2
