@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from fastamp._files import write
 from fastamp.bench import doctor, latency, loader, main_job, page, record, step, timer
 from fastamp.bench.environment import describe
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.record import Task
+from fastamp.bench.record import BASELINE, Measurement, Task, read_baseline, read_bound
 from fastamp.bench.tasks import BrokenTask
 
 PROGRAM = "python -m fastamp.bench"
@@ -29,9 +29,13 @@ COMMANDS: dict[str, Any] = {
     "latency": latency,
     "doctor": doctor,
 }
-STATUS = """Exit status: 0; 1 a loss has become NaN, or with --check a target is missed; 2 a bad
-argument, a task that breaks its contract, or a result that cannot be written; 3 with --check there
-is no verdict: one is inconclusive, all are n/a, or there is no target."""
+STATUS = """Exit status: 0; 1 a loss has become NaN, with --check a target is missed, or a bound of
+--fail-on; 2 a bad argument, a task that breaks its contract, or a result that cannot be written; 3
+there is no verdict: with --check one is inconclusive, all are n/a, or there is no target; with
+--fail-on the change is inconclusive or this run lacks the metric; or the --baseline is of another
+schema, command, job or machine."""
+MOVES = """a metric and how far it may move from the baseline, as in 'speedup:-5%%' or
+'step_time:+10%%'; may be given several times"""
 
 
 def _writable_file(text: str) -> Path:
@@ -46,10 +50,17 @@ def _writable_file(text: str) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
     args, (job, work) = _parse(list(sys.argv[1:] if argv is None else argv))
+    run = {"command": args.command, "environment": describe(args.device), "job": job}
+    for problem, status in _find_problems(args, run):
+        return _say(args, problem, status)
     try:
         report = work()
-        measurements = record.doubt(report.measurements, report.races)
-        run = {"command": args.command, "environment": describe(args.device), "job": job}
+        known = {each.name: each for each in report.measurements}
+        changes = [
+            record.hold(known.get(name, Measurement(name=name, interval=None)), args.baseline, most)
+            for name, most in args.fail_on
+        ]
+        measurements = record.doubt([*report.measurements, *changes], report.races)
         _write(record.make_record(replace(report, measurements=measurements), run), args)
     except BrokenTask as error:
         task = f"argument task: {args.task!r}" if "task" in args else "a task"
@@ -57,12 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(args, f"error: {task} breaks its contract: {error}")
     except OSError as error:
         return _say(args, f"error: cannot write {error.filename or 'the output'}: {error.strerror}")
-    judged = {each.verdict for each in measurements if each.target and args.check}
+    held = [each for each in measurements if each.target]
+    judged = {each.verdict for each in held if args.check or each.base == BASELINE}
     if "fail" in judged or report.failures:
         return 1
     if args.check and not judged:
         return _say(args, f"no verdict: {args.command} has no targets for --check", 3)
     return 3 if "inconclusive" in judged or judged == {"n/a"} else 0
+
+
+def _find_problems(args: argparse.Namespace, run: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield why a run cannot be held to the baseline, and the exit status."""
+    if args.baseline is not None and (found := record.differences(args.baseline, run)):
+        yield f"no verdict: the baseline cannot be compared: {'; '.join(found)}", 3
+    for name, _ in args.fail_on:
+        if name not in (known := args.baseline["metrics"]):
+            has = f"is no metric of the baseline, which has {', '.join(known)}"
+            yield f"error: argument --fail-on: {name!r} {has}", 2
 
 
 def _say(args: argparse.Namespace, text: str, status: int = 2) -> int:
@@ -108,6 +130,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         getattr(command, "add_options", lambda _: None)(added.add_argument)
     args = parser.parse_args(words)
     refused = subparsers.choices[args.command].error
+    if args.fail_on and args.baseline is None:
+        refused("argument --fail-on: needs a --baseline")
     try:
         return args, COMMANDS[args.command].prepare(args)
     except argparse.ArgumentError as error:
@@ -125,6 +149,9 @@ def _add_options(add: Callable[..., object]) -> None:
     add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}")
     add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
     add("--report", type=_writable_file, metavar="FILE", help="write an HTML page to FILE")
+    add("--baseline", type=read_baseline, metavar="FILE", help="a file of --json to be held to")
+    bound: dict[str, Any] = {"type": read_bound, "action": "append", "default": []}
+    add("--fail-on", **bound, metavar="BOUND", help=MOVES)
     add("--check", action="store_true", help="exit with 1 if a target is missed")
 
 

@@ -12,6 +12,7 @@ from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.jobs import JOBS, MAIN
 from fastamp.bench.measure import Results, find_failures, last_loss, peak_memory, race_task
 from fastamp.bench.options import DEFAULT, number, refuse
+from fastamp.bench.race import Interval
 from fastamp.bench.record import WIDTH, Measurement, Report, Task
 from fastamp.bench.targets import TARGETS, Peaks
 from fastamp.bench.tasks import CONTRACT, EXAMPLE, find_make, with_absolute_path
@@ -98,12 +99,17 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
     batch = args.memory_batch if args.memory_batch not in found.batch_sizes else None
     judged = targets.judge_targets(found, peaks, args.targets, batch=batch, excused=excused)
     last = judged[0].arm
-    time = Measurement(name="step_time", interval=found.race.time_s(last), arm=last, unit=" s")
+    more = [Measurement(name="step_time", interval=found.race.time_s(last), arm=last, unit=" s")]
+    if (peak := peaks.get(last)) is not None:
+        about: dict[str, Any] = {"arm": last, "unit": " bytes", "is_counted": True}
+        more.append(Measurement(name="peak_memory", interval=Interval.exact(peak), **about))
+    for name in (last, *(arm.name for arm in found.arms if arm.is_own)):
+        more += targets.measure_accuracy(found, name, f"/{name}" if name != last else "")
     scores = {arm: [asdict(score) for score in each] for arm, each in found.scores.items()}
     return Report(
         table=targets.make_rows(found),
         races={"training": found.race},
-        measurements=[*gains, *judged, time],
+        measurements=[*gains, *judged, *more],
         notes=_notes(args, found, peaks),
         losses=found.losses,
         details={

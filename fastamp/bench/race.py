@@ -50,6 +50,10 @@ class Interval:
             return SAID[self.high < 1]
         return SAID[2 if self.low >= 1 / (1 + EQUAL) and self.high <= 1 + EQUAL else 3]
 
+    def scaled(self, change: Callable[[float], float]) -> "Interval":
+        """Apply a growing function to the figure and both ends."""
+        return Interval(value=change(self.value), low=change(self.low), high=change(self.high))
+
     def text(self, spec: str, unit: str = "", factor: float = 1) -> str:
         """Return the figure and, where it was estimated, its ends."""
         value, low, high = (show(each * factor, spec) for each in (self.value, self.low, self.high))
@@ -190,8 +194,7 @@ class Race:
 
     def _estimate(self, figure: Callable[[dict[str, Visit]], float], *arms: str) -> Interval:
         logs = [log for build in self.builds for log in build.middle(figure, *arms)]
-        found = estimate(logs, 1 - (1 - CONFIDENCE) * STUDENTS_SHARE)
-        return Interval(value=exp(found.value), low=exp(found.low), high=exp(found.high))
+        return estimate(logs, 1 - (1 - CONFIDENCE) * STUDENTS_SHARE).scaled(exp)
 
     def is_narrow(self, half_width: float) -> bool:
         """Say whether the interval of every ratio to the base is as narrow."""

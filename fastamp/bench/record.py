@@ -1,29 +1,36 @@
 """What a command found: figures with verdicts, one table, and the record of everything.
 
-The text on the terminal, the JSON file and the page are made from the record.
+The text on the terminal, the JSON file and the page are made from the record, and a later run is
+held to it as its baseline.
 """
 
+import argparse
+import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeAlias
 
 from torch.utils._pytree import tree_map_only
 
-from fastamp.bench.race import UNTOLD, Interval, Race, find_noise, verdict_on
+from fastamp.bench.race import LARGEST_LOG, UNTOLD, Interval, Race, find_noise, verdict_on
 from fastamp.timer.timer import align
 
 SCHEMA_VERSION = 11  # raised when a field of the record is added, removed or changes its meaning
 WIDTH = 100  # columns
+MACHINE = ("device", "device_name", "threads")
+BASELINE = "the baseline"  # of a change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """A figure of an arm, mostly against a base, and where it has a target the verdict on it."""
 
-    name: str
+    name: str  # as --fail-on has it
     interval: Interval | None  # None where the figure is not known
     arm: str = ""
     base: str = ""
@@ -75,7 +82,8 @@ class Report:
     sentence: str = ""  # the first line: the result in plain words
 
 
-# The job of a command line, for the record, and the function that runs it.
+# The job of a command line, which is equal in records that can be compared, and the function that
+# runs it.
 Task: TypeAlias = tuple[dict[str, Any], Callable[[], Report]]
 
 
@@ -161,3 +169,81 @@ def render(record: dict[str, Any]) -> str:
 def list_verdicts(record: dict[str, Any]) -> list[str]:
     """Return a line for each figure that is held to a target."""
     return [each["text"] for each in record["measurements"] if each["target"]]
+
+
+# A baseline: whether a run can be compared with it, and what is a regression
+
+
+def read_baseline(text: str) -> dict[str, Any]:
+    """Return the record of a file that --json wrote, for argparse."""
+    try:
+        return _find_metrics(json.loads(Path(text).read_bytes()))
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        message = f"{text!r} cannot be read as a bench's record: {error!r}"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+def _find_metrics(record: dict[str, Any]) -> dict[str, Any]:
+    """Add the `facts` and the intervals, `metrics`, of a record; one of another schema has none."""
+    is_known = record["schema_version"] == SCHEMA_VERSION
+    record["facts"] = _find_facts(record) if is_known else {}
+    found = {str(each["name"]): each["interval"] for each in record["measurements"] * is_known}
+    record["metrics"] = {
+        name: Interval(**{end: math.nan if x is None else float(x) for end, x in ends.items()})
+        for name, ends in found.items()
+        if ends is not None
+    }
+    return record
+
+
+def _find_facts(run: dict[str, Any]) -> dict[str, Any]:
+    """Return what has to be the same in two runs."""
+    machine = {key: run["environment"][key] for key in MACHINE}
+    return {"command": run["command"], **run["job"], **machine}
+
+
+def read_bound(text: str) -> tuple[str, float]:
+    """Return the metric and the greatest change of "speedup:-5%", for argparse."""
+    found = re.fullmatch(r"(.+):([+-]\d+(?:\.\d+)?)%", text)
+    change = float(found[2]) / 100 if found else 0.0
+    if found is None or not -1 < change < 1 or change == 0:
+        message = f"{text!r} is not a metric and a change from -99% to +99%, as in 'speedup:-5%'"
+        raise argparse.ArgumentTypeError(message)
+    return found[1], change
+
+
+def differences(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    """Return the reasons why a baseline cannot be compared with this run."""
+    if baseline["schema_version"] != SCHEMA_VERSION:
+        return [f"schema_version is {baseline['schema_version']}, not {SCHEMA_VERSION}"]
+    theirs, ours = baseline["facts"], json.loads(json.dumps(_find_facts(run)))
+    pairs = {key: (theirs.get(key), ours.get(key)) for key in sorted({*theirs, *ours})}
+    return [f"{key} is {their}, not {our}" for key, (their, our) in pairs.items() if their != our]
+
+
+def hold(new: Measurement, baseline: dict[str, Any], most: float) -> Measurement:
+    """Judge the change of a metric since the baseline, which may go up to `most`, with its sign.
+
+    It passes when its whole interval is within the bound, and fails when none of it is. A metric
+    that this run lacks, or that is not above 0, has no change in percent: inconclusive.
+    """
+    ends = (most, math.inf) if most < 0 else (-math.inf, most)
+    both = baseline["metrics"][new.name], new.interval or Interval.exact(math.nan)
+    old, now = (each.scaled(lambda x: math.log(x) if x > 0 else math.nan) for each in both)
+    value = now.value - old.value
+    # The errors of two independent runs add in quadrature.
+    low = value - math.hypot(now.value - now.low, old.high - old.value)
+    high = value + math.hypot(now.high - now.value, old.value - old.low)
+    return Measurement(
+        name=f"{new.name} since the baseline",
+        interval=Interval(value=value, low=low, high=high).scaled(_expm1),
+        base=BASELINE,
+        target=ends,
+        unit=" %",
+        reason="" if new.interval else "this run has no such metric",
+        is_counted=new.is_counted,
+    )
+
+
+def _expm1(log: float) -> float:
+    return math.expm1(min(log, LARGEST_LOG))

@@ -50,6 +50,14 @@ def measure_gains(found: Results, prefix: str = "") -> list[Measurement]:
     return gains
 
 
+def measure_accuracy(found: Results, arm: str, ending: str = "") -> list[Measurement]:
+    """Return the mean accuracy over the parts of the held-out data, where it is known."""
+    if not found.scores[arm] or math.isnan(found.scores[arm][0].accuracy):
+        return []
+    figure = estimate(found.scores[arm][0].window_accuracies)
+    return [Measurement(name=f"accuracy{ending}", interval=figure, arm=arm, is_counted=True)]
+
+
 def judge_targets(
     found: Results,
     peaks: Peaks,
