@@ -171,9 +171,19 @@ def test_the_first_use_of_a_gpu_in_a_capture_is_refused_and_forgotten(chosen_ane
     assert probed == [0]
 
 
+def test_the_folder_of_the_sources_is_named_where_it_is_imported(chosen_anew, monkeypatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda _: None)
+    assert (fastamp.backends(), _ops.core()) == (["fallback"], None)
+    said = "this is the folder of fastamp's sources, and not what was installed. Fix it: run Python"
+    assert choose.why_fallback(CPU).startswith(said)
+
+
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_a_pure_python_install_says_what_was_missing(chosen_anew, monkeypatch, device):
-    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    find = choose.importlib.util.find_spec
+    monkeypatch.setattr(
+        choose.importlib.util, "find_spec", lambda n: None if n.endswith("_native") else find(n)
+    )
     monkeypatch.setattr(choose, "NO_CUDA", "no C++ compiler was found")
     assert (fastamp.backends(), _ops.core()) == (["fallback"], None)
     is_served, said = served_with_warnings(device)
