@@ -128,7 +128,8 @@ class ModelCall:
         takes_labels = _takes(type(_inside(model)).forward, "labels")
         output = model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
         # A model of nanoGPT's form returns the loss after the predictions.
-        return output[::-1] if "targets" in inputs and isinstance(output, tuple) else output
+        is_last = "targets" in inputs and isinstance(output, tuple) and _read(output)[0] is None
+        return output[::-1] if is_last else output
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss: 0-dim, computed in float32, or in float64 if the predictions are.
