@@ -1,9 +1,7 @@
 """Batches of any kind of data, with a position to resume at."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +10,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader
 from fastamp.data.datasets import count_rows
-from fastamp.data.loader import find_share_of
 from fastamp.data.order import find_samplers
 from fastamp.data.structure import map_tensors
 from fastamp.train import ranks
@@ -23,20 +20,13 @@ class Batches:
     """Batches on a device, each with the number of its samples.
 
     A loader with `state_dict` and `load_state_dict`, as fastamp's, resumes within a pass. Any other
-    iterable begins its next pass. Without `shuffle`, samples that pad a rank's share do not count.
+    iterable begins its next pass.
     """
 
     def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> None:
         self._name, self._device = name, config.chosen_device
         self.loader: Any = _make_loader(name, data, config, shuffle=shuffle)
-        if not hasattr(self.loader, "__iter__"):
-            kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
-            msg = f"{name}: expected {kinds}, got {type(data).__name__}"
-            raise TypeError(msg)
         self._is_moved = self.loader is not data  # ours, which moves them to the device
-        share, self._n_own = find_share_of(self.loader), sys.maxsize
-        if share is not None and not shuffle:  # without the padding of its share
-            self._n_own = len(range(share.rank, len(self.loader.dataset), share.ranks))
         self.has_state = isinstance(self.loader, DataLoader)
         """Whether the loader can resume within a pass."""
         if not self.has_state:
@@ -50,18 +40,12 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Start a pass, or continue the one of a loaded state."""
-        n_left = self._n_own
         # Held, as its end would end the epoch: a run that stops within one may be made longer.
         self._batches = iter(self.loader)
         for batch in self._batches:
             self.n_consumed += 1
-            n = count_samples(batch)
             moved = batch if self._is_moved else map_tensors(self._move, batch)
-            if 0 < n_left < n:
-                moved = map_tensors(partial(_first, n_left), moved)
-            n = min(n, n_left)
-            n_left -= n
-            yield moved, n
+            yield moved, count_samples(batch)
         if not self.n_consumed:
             msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
@@ -94,8 +78,7 @@ class Batches:
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless this kind of data can resume; a loader checks its own state."""
         if (state["loader"] is None) is self.has_state:
-            msg = f"{self._name}: expected a loader {'with' if state['loader'] else 'without'} a "
-            msg += f"state_dict, as in the checkpoint, got {type(self.loader).__name__}"
+            msg = f"{self._name}: one of the checkpoint's and this run's has a state_dict"
             raise ValueError(msg)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,31 +93,32 @@ class Batches:
 
 
 def count_samples(batch: Any) -> int:
-    """Return how many samples a batch has.
+    """Return how many samples a batch has: the length of its first column that is a tensor.
 
-    That is the length of its first column that is a tensor. Without any it is the length of its
-    first list, which holds a value for each sample, as images or sequences of a size of their own.
+    Without any it is the length of its first list, which holds a value for each sample, as images
+    or sequences of a size of their own.
     """
-    columns = batch if isinstance(batch, (list, tuple)) else [batch]
-    if not isinstance(batch, (list, tuple, Tensor)) and isinstance(batch, Mapping):
-        columns = [*batch.values()]
-    for column in columns:
-        if isinstance(column, Tensor):
-            return column.shape[0] if column.ndim else 1
+    if isinstance(batch, (list, tuple)):
+        columns: Any = batch
+    else:
+        columns = [*batch.values()] if isinstance(batch, Mapping) else [batch]
+    tensors = [column for column in columns if isinstance(column, Tensor)]
     lists = [column for column in columns if isinstance(column, (list, tuple))]
-    tensors = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, Tensor) and leaf.ndim]
-    return len(lists[0]) if lists else len(tensors[0]) if tensors else 1
-
-
-def _first(n: int, tensor: Tensor) -> Tensor:
-    return tensor[:n] if tensor.ndim else tensor
+    first: Any = (tensors or lists or tree_leaves(columns) or [None])[0]
+    has_rows = first.ndim > 0 if isinstance(first, Tensor) else isinstance(first, (list, tuple))
+    return len(first) if has_rows else 1
 
 
 def _make_loader(name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
         count_rows((*data,) if isinstance(data, tuple) else data, name)
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
-    if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
+    is_dataset = hasattr(data, "__getitem__") or isinstance(data, Dataset)
+    if not (is_dataset or hasattr(data, "__iter__")):
+        kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
+        msg = f"{name}: expected {kinds}, got {type(data).__name__}"
+        raise TypeError(msg)
+    if not is_dataset:
         return data
     is_stream = isinstance(data, IterableDataset)
     if not is_stream and hasattr(data, "__len__") and not len(data):

@@ -5,18 +5,18 @@ import os
 import pickle
 import warnings
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
 from fastamp.data.checks import as_integer
-from fastamp.data.loader import DataLoader, check_state, find_share_of
+from fastamp.data.loader import find_share_of
 from fastamp.train import ranks
-from fastamp.train.fits import check_equal, check_model, check_parts, describe
+from fastamp.train.fits import check_equal, check_model, describe
 from fastamp.train.folder import Folder
 from fastamp.train.random_state import rng_state, set_rng_state
 from fastamp.train.signals import DEFERRED, Signals
@@ -35,7 +35,8 @@ class Checkpointer:
 
     A checkpoint is one file, `step-00000123.pt`, that is there whole or not at all, also after a
     kill or a loss of power. It holds the states of all that is given here, and of the random number
-    generators of Python, NumPy, torch and CUDA.
+    generators of Python, NumPy, torch and CUDA. What is in the folder at first is this run's own. A
+    save raises an error where another run has saved in it since.
 
     If torch.distributed is initialized, every rank makes a Checkpointer and calls the same methods.
     The first rank writes the file: of FSDP2's shards whole tensors, gathered one by one into its
@@ -43,11 +44,8 @@ class Checkpointer:
     can restore it; only the same number gets its random numbers back. `loader` is saved for each
     rank, the other parts, and `metric`, as on the first rank.
 
-    What is in the folder at first is this run's own. A save raises an error where another run has
-    saved in it since. Nothing is written before the first save.
-
     Args:
-        folder: is made if needed; ~ is the home folder.
+        folder: is made at the first save; ~ is the home folder.
         model: may be compiled or in DistributedDataParallel; the keys are those of the module
             inside. Its state_dict has all parameters, by their names.
         optimizer: of one that Accelerate or Fabric has wrapped, the optimizer inside.
@@ -56,10 +54,9 @@ class Checkpointer:
             batch delivered.
         scheduler: of the learning rate.
         keep: how many of the newest checkpoints to keep.
-        best: "min" or "max" keeps, beside them, the one with the lowest or highest `metric` of
-            `save`.
-        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. A
-            `check_state_dict(state)` that it also has is called before anything is restored, and
+        best: "min" or "max" also keeps the one with the lowest or highest `metric` of `save`.
+        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. Its
+            `check_state_dict(state)`, if it has one, is called before anything is restored, and
             raises a ValueError for a wrong state.
 
     Raises:
@@ -101,13 +98,17 @@ class Checkpointer:
     ) -> None:
         as_integer("keep", keep, least=1, optional=False)
         _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
-        # The scheduler comes before the optimizer, whose state has the rate.
-        parts = {"model": model, **parts, "scheduler": scheduler, "optimizer": optimizer}
-        parts |= {"loader": loader, "scaler": scaler}
+        # The loader is first: it refuses another one's state, before anything changes. The
+        # scheduler comes before the optimizer, whose state has the rate.
+        parts = {"loader": loader, "model": model, **parts, "scheduler": scheduler}
+        parts |= {"optimizer": optimizer, "scaler": scaler}
         parts = {name: part for name, part in parts.items() if part is not None}
         for name, part in parts.items():
             _check_part(name, part)
-        self._parts = {name: _unwrapped(part) for name, part in parts.items()}
+        if isinstance(optimizer, Optimizer):  # Accelerate's and Fabric's have one inside
+            inside = getattr(optimizer, "optimizer", None)
+            parts["optimizer"] = inside if isinstance(inside, Optimizer) else optimizer
+        self._parts = {name: ranks.unwrapped(part) for name, part in parts.items()}
         named, state = self._parts["model"].named_parameters(), self._parts["model"].state_dict()
         left_out = [name for name, _ in named if name not in state]
         _expect("model", left_out, "no parameter left out of its state_dict", fine=not left_out)
@@ -137,7 +138,7 @@ class Checkpointer:
         3. After `on_signal`, if a signal has come: do what it does, such as exit.
 
         Args:
-            step: how many steps are done, at least 0, and no less than before.
+            step: how many steps are done: at least 0, and the newest checkpoint's.
             every: steps between checkpoints; then call `save` at the end of every step.
             metric: what `best` compares: a number, waited for if it is on a device. A save without
                 it is never the best.
@@ -147,13 +148,10 @@ class Checkpointer:
                 TimeoutError: another rank has not called it within a minute.
             CheckpointError: a state holds an object that is neither a tensor nor a plain value. As
                 after an OSError, the other checkpoints are unchanged.
-            ValueError: the folder has a checkpoint of a later step, which was not restored; or
-                `step` or `every` is too small, or no integer.
+            ValueError: `step` or `every` is too small, or no integer. Where the folder has a
+                checkpoint of a later step, call `restore` first.
         """
-        step = as_integer("step", step, least=0, optional=False)
-        least = 0 if self._newest is None else self._newest
-        expected = f"at least {least}, the newest checkpoint's, which restore() resumes"
-        _expect("step", step, expected, fine=step >= least)
+        step = as_integer("step", step, least=self._newest or 0, optional=False)
         every = as_integer("every", every, least=1)
         is_due = every is None or step % every == 0
         received = self._signals.received if self._signals is not None else None
@@ -187,24 +185,21 @@ class Checkpointer:
         """
         known = {*self._parts, "rng"}
         _expect("only", only, f"names of {sorted(known)}", fine=only is None or known >= {*only})
-        ranks.meet("restore")
         state, damage = self._read_newest(only)
-        if state is not None and best:
+        if state is None:
+            return None
+        if best:
             if state["best"] is None:
                 needs = "Checkpointer(best=...) and save(metric=...)"
                 msg = f"best: there is none until step {state['step']}: it needs {needs}"
                 raise CheckpointError(msg)
             state = ranks.together(self._read, state["best"]["step"], only)
-        if state is None:
-            return None
         if damage and ranks.rank() == 0:
             resumed = self._folder.path_of(state["step"])
             warnings.warn(f"{damage}; resumed from {resumed}", stacklevel=2)
-        self._folder.go_back(state["step"])
         self._newest, self._best = state["step"], state["best"]
-        # First the loader: it refuses the state of another one, and nothing has changed then.
-        for name in sorted(self._chosen(only), key=lambda name: name != "loader"):
-            ranks.together(load_part, self._parts[name], state[name])
+        for name, part in _chosen(self._parts, only).items():
+            ranks.together(load_part, part, state[name])
         if len(state["ranks"]) == ranks.count() and (only is None or "rng" in only):
             set_rng_state(state["rng"])
         return int(state["step"])
@@ -223,7 +218,7 @@ class Checkpointer:
                 the checkpoint a signal without a handler of the program's ends it by SystemExit.
         """
         if self._signals is None:
-            self._signals = Signals(numbers or DEFERRED).__enter__()
+            self._signals = Signals(numbers or DEFERRED)
         return self
 
     def __enter__(self) -> Self:
@@ -232,15 +227,16 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         signals, self._signals = self._signals, None
         if signals is not None:
-            signals.__exit__()
+            signals.end()
 
     def _save(self, step: int, metric: float | Tensor | None) -> None:
         state, own = ranks.together(self._collect, step, metric)
         keeps = ranks.rank() == 0
         state = {name: to_saved(value, keeps=keeps) for name, value in state.items()}
         state["ranks"] = ranks.gather(own)
-        ranks.first(self._write, state)
-        self._best, self._newest = state["best"], step
+        best, write = state["best"], partial(write_file, state=state)
+        ranks.first(self._folder.publish, step, best and best["step"], write)
+        self._best, self._newest = best, step
 
     def _collect(
         self, step: int, metric: float | Tensor | None
@@ -261,16 +257,6 @@ class Checkpointer:
             pickle.dumps(own)  # an error after this one would let the other ranks wait
         return state | states, own
 
-    def _write(self, state: dict[str, Any]) -> None:
-        folder, step, best = self._folder, state["step"], state["best"]
-        with folder.named(f"{folder.path_of(step).name} cannot be written"):
-            part = folder.begin()
-            try:
-                write_file(part, state)
-                folder.publish(part, step, best and best["step"])
-            finally:
-                part.unlink(missing_ok=True)
-
     def _read_newest(self, only: Collection[str] | None) -> tuple[dict[str, Any] | None, str]:
         """Return the state of the newest whole checkpoint, and the damage of newer ones."""
         problems: list[str] = []
@@ -289,7 +275,7 @@ class Checkpointer:
         return state, damage
 
     def _read(self, step: int, only: Collection[str] | None) -> dict[str, Any]:
-        """Return a step's state; the first rank compares the checksums."""
+        """Return a step's state, checked; the first rank compares the checksums."""
         path = self._folder.path_of(step)
         state = read_file(path, compares_sums=ranks.rank() == 0)
         as_many = len(state["ranks"]) == ranks.count()
@@ -297,14 +283,15 @@ class Checkpointer:
         try:
             self._check(state, only, as_many=as_many)
         except ValueError as error:
-            msg = f"{path}: {error}; another folder starts anew"
+            remedies = "restore(only=...) takes some parts; another folder starts anew"
+            msg = f"{path}: {error}; {remedies}"
             raise CheckpointError(msg) from error
         return state
 
     def _check(self, state: dict[str, Any], only: Collection[str] | None, *, as_many: bool) -> None:
         """Raise a ValueError that says why a checkpoint cannot be resumed; nothing changes."""
-        chosen, own = self._chosen(only), describe(self._parts)
-        check_parts(state["kinds"], own["kinds"], chosen, takes_all=only is None)
+        chosen, own = _chosen(self._parts, only), describe(self._parts)
+        check_equal(*(_chosen(each["kinds"], only) for each in (state, own)))
         for name, part in chosen.items():
             if isinstance(part, nn.Module):
                 check_model(state[name], part.state_dict(), name)
@@ -312,9 +299,8 @@ class Checkpointer:
                 check_equal(state["names"][name], own["names"][name])
             elif hasattr(part, "check_state_dict"):
                 part.check_state_dict(state[name])
-        best = state["best"]
-        if best and self._mode is not None:
-            check_equal({"best": best["mode"]}, {"best": self._mode})
+        if state["best"] and self._mode is not None:
+            check_equal({"best": state["best"]["mode"]}, {"best": self._mode})
         loader = chosen.get("loader")
         is_shared = find_share_of(getattr(loader, "loader", loader)) is not None
         if not (as_many or is_shared or loader is None):
@@ -322,34 +308,21 @@ class Checkpointer:
             msg = f"{len(state['ranks'])} ranks wrote it, {wanted}"
             raise ValueError(msg)
 
-    def _chosen(self, only: Collection[str] | None) -> dict[str, Any]:
-        """Return the parts to restore."""
-        return {n: part for n, part in self._parts.items() if only is None or n in only}
+
+def _chosen(parts: dict[str, Any], only: Collection[str] | None) -> dict[str, Any]:
+    """Return the parts to restore, or what is given for them."""
+    return {name: part for name, part in parts.items() if only is None or name in only}
 
 
 def _check_part(name: str, part: Any) -> None:
     _expect(name, name, "another name: checkpoints use this one", fine=name not in _OWN_NAMES)
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
         wanted = "expected an object with state_dict and load_state_dict"
-        remedy = ", as fastamp.DataLoader" if name == "loader" else ""
-        msg = f"{name}: {wanted}{remedy}, got {type(part).__name__}"
+        msg = f"{name}: {wanted}, got {type(part).__name__}"
         raise TypeError(msg)
-    if isinstance(part, DataLoader):
-        check_state(part)
 
 
 def _expect(name: str, value: Any, expected: str, *, fine: bool) -> None:
     if not fine:
         msg = f"{name}: expected {expected}, got {value!r}"
         raise ValueError(msg)
-
-
-def _unwrapped(part: Any) -> Any:
-    """Return the module that is compiled or in DDP, the optimizer that a framework has wrapped."""
-    inside = None
-    if isinstance(part, nn.Module):
-        is_ddp = isinstance(part, DistributedDataParallel)
-        inside = part.module if is_ddp else getattr(part, "_orig_mod", None)
-    elif isinstance(part, Optimizer):
-        inside = getattr(part, "optimizer", None)
-    return _unwrapped(inside) if isinstance(inside, (nn.Module, Optimizer)) else part

@@ -1,26 +1,11 @@
 """Checks that a checkpoint fits a run: each raises a ValueError that names what differs."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from reprlib import repr as short
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-
-def check_parts(
-    saved: dict[str, str], own: dict[str, str], wanted: Collection[str], *, takes_all: bool
-) -> None:
-    """Check the class names of the wanted parts; with `takes_all` the checkpoint has no others."""
-    missing = sorted({*wanted} - saved.keys())
-    if missing:
-        msg = f"it has no {', '.join(missing)}: restore(only=...) names the parts to restore"
-        raise ValueError(msg)
-    unused = sorted(saved.keys() - own.keys())
-    if unused and takes_all:
-        msg = f"it also has {', '.join(unused)}: give them too, or restore(only=('model',))"
-        raise ValueError(msg)
-    check_equal({n: saved[n] for n in wanted}, {n: own[n] for n in wanted})
 
 
 def check_equal(saved: dict[str, Any], own: dict[str, Any], may_differ: Iterable[str] = ()) -> None:

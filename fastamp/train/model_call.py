@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
+
+from fastamp.train.ranks import unwrapped
 
 IGNORED = -100  # the target to ignore, as in torch and Hugging Face
 
@@ -56,7 +57,7 @@ class ModelCall:
         nanoGPT's, is given them.
         """
         inputs, target = self.split(batch)
-        inside = _inside(model)
+        inside = unwrapped(model)
         if isinstance(inputs, (tuple, Tensor)):
             own = type(self).split, type(self).forward
             is_default = own == (ModelCall.split, ModelCall.forward) and target is not None
@@ -125,7 +126,7 @@ class ModelCall:
             return model(*inputs)
         if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
             return model(inputs)
-        takes_labels = _takes(type(_inside(model)).forward, "labels")
+        takes_labels = _takes(type(unwrapped(model)).forward, "labels")
         output = model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
         # A model of nanoGPT's form returns the loss after the predictions.
         is_last = "targets" in inputs and isinstance(output, tuple) and _read(output)[0] is None
@@ -160,12 +161,6 @@ class ModelCall:
             msg = f"loss: expected a 0-dim tensor, got {getattr(loss, 'shape', loss)!r}"
             raise ValueError(msg)
         return _in_float32(loss)
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    """Return the module inside of DistributedDataParallel and torch.compile."""
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    return getattr(plain, "_orig_mod", plain)
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -75,18 +75,18 @@ def find_loss(
 class Schedule:
     """The learning rate, which advances after a step that was taken.
 
-    On CUDA the flag `found_inf` of a step is copied to the host while the device works. It is read
-    when the rate of the next step is asked for, or before a checkpoint. By the next step the device
-    still has that step's forward and backward pass to do: reading the flag does not make it idle.
+    The flag `found_inf` of a step is read when the rate of the next step is asked for, or before a
+    checkpoint. On CUDA it is copied to the host while the device works, which by then still has the
+    next step's forward and backward pass to do: reading the flag does not make it idle.
     """
 
     def __init__(self, optimizer: Optimizer, lr_factor: Callable[[int], float]) -> None:
         self._optimizer, self._lr_factor = optimizer, lr_factor
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._n_taken = 0
+        self._unread: tuple[Tensor, torch.cuda.Event | None] | None = None
+        """The flag of the last step, and on CUDA the event of its copy into pinned memory."""
         self.set_lr()
-        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
-        """The flag of the last step in pinned memory, and the event of its copy."""
 
     @property
     def lr(self) -> float:
@@ -95,23 +95,24 @@ class Schedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self, found_inf: Tensor) -> None:
-        """Advance after a step unless it was skipped: on the CPU now, on CUDA in `read_flag`."""
+        """Advance after a step, unless it was skipped."""
         self.read_flag()
+        copied = None
         if found_inf.is_cuda:
             # torch copies on the current stream of the flag's device, after the step.
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._unread = found_inf.to("cpu", non_blocking=True), copied  # into pinned memory
-            copied.record(torch.cuda.current_stream(found_inf.device))
-        elif not found_inf.item():
-            self._count()
+            found_inf, device = found_inf.to("cpu", non_blocking=True), found_inf.device
+            copied.record(torch.cuda.current_stream(device))
+        self._unread = found_inf, copied
 
     def read_flag(self) -> None:
         """Advance after the last step, if its flag has not been read yet."""
         if self._unread is not None:
             (found_inf, copied), self._unread = self._unread, None
-            copied.synchronize()
-            if not found_inf.item():
-                self._count()
+            if copied is not None:
+                copied.synchronize()
+            self._n_taken += not found_inf.item()
+            self.set_lr()
 
     def set_lr(self) -> None:
         """Set the learning rates of the next step."""
@@ -122,10 +123,6 @@ class Schedule:
             else:
                 group["lr"] = base_lr * factor
 
-    def _count(self) -> None:
-        self._n_taken += 1
-        self.set_lr()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state, after the last step's flag: the optimizer's state has the rate."""
         self.read_flag()
@@ -133,8 +130,8 @@ class Schedule:
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError unless `load_state_dict` can restore it."""
-        if state["base_lrs"] != self._base_lrs:
-            theirs, ours = state["base_lrs"], self._base_lrs
+        theirs, ours = state["base_lrs"], self._base_lrs
+        if theirs != ours:
             msg = f"it has the learning rates {theirs} of groups, this run's optimizer {ours}"
             raise ValueError(msg)
 

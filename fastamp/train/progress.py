@@ -10,8 +10,6 @@ from fastamp.train.fits import check_equal
 # A run resumes only if these agree with the checkpoint's, and the precision does.
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
 _FIXED += ["warmup_steps", "metric", "mode"]
-_OF_RANKS = {"batch_size", "accumulate"}  # another number of ranks may change them
-_OF_LENGTH = {"total_steps", "warmup_steps"}  # a longer run may change them
 
 
 class Progress:
@@ -25,7 +23,6 @@ class Progress:
         """The best metric; infinite until the first evaluation."""
         self.n_worse = 0  # evaluations since the best one
         self.is_stopped = False  # by the user's callback
-        self.former_total = total  # of the run that is resumed
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -62,13 +59,12 @@ class Progress:
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
         theirs, ours = state["config"], self.state_dict()["config"]
-        is_shorter = (theirs["total_steps"] or math.inf) < (self._total or 0)
-        may_differ = _OF_LENGTH if is_shorter else set()
-        may_differ = may_differ | (_OF_RANKS if state["n_ranks"] != ranks.count() else set())
+        may_differ = {"batch_size", "accumulate"} if state["n_ranks"] != ranks.count() else set()
+        if (theirs["total_steps"] or 0) < (self._total or math.inf):
+            may_differ |= {"total_steps"}
         check_equal(theirs, ours, may_differ)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.former_total = state["config"]["total_steps"]
         self.step, self.epoch, self.evaluated_at = state["place"]
         self.best, self.n_worse = state["best"], state["n_worse"]

@@ -28,8 +28,8 @@ class Curve(NamedTuple):
         0.25
     """
 
-    steps: NDArray[np.int64]
-    values: NDArray[np.float64]
+    steps: NDArray[np.int64] = np.empty(0, np.int64)
+    values: NDArray[np.float64] = np.empty(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +75,10 @@ class TrainResult:
     def summary(self) -> str:
         """Return the result as text."""
         lines = [f"{self.steps} steps in {self.precision}, {self.skipped_steps} skipped"]
-        for name in ("train_loss", "val_loss"):
+        for name in ("train_loss", "val_loss", "loss_scale"):
             values = getattr(self, name).values
             if len(values):
-                lines.append(f"{name}: {values[0]:.4f} to {values[-1]:.4f}, min {values.min():.4f}")
-        if len(self.loss_scale.values):
-            lines.append(f"loss_scale: {self.loss_scale.values[-1]:g}")
+                lines.append(f"{name}: {values[0]:.6g} to {values[-1]:.6g}, min {values.min():.6g}")
         if self.phase_s:
             lines.append(f"{self.samples_per_s:,.1f} samples/s")
             seconds = ", ".join(f"{name} {value:.3g}" for name, value in self.phase_s.items())

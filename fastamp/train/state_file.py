@@ -49,14 +49,12 @@ def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
 
     A DamagedError says that it is not whole, any other CheckpointError that it cannot be read.
     """
+    damaged = None
     try:
         if compares_sums:  # torch.load does not
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
-            if damaged is not None:
-                msg = f"the sum of {damaged} is wrong"
-                raise zipfile.BadZipFile(msg)  # noqa: TRY301 - as zipfile itself of other damage
-        state = _load(path)
+        state: Any = _load(path) if damaged is None else None
     except Exception as error:  # unpickling a damaged file can raise anything
         is_of_machine = isinstance(error, OSError) and error.errno != errno.EIO
         if is_of_machine or isinstance(error, MemoryError):
@@ -64,6 +62,9 @@ def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
             raise CheckpointError(msg) from error
         msg = f"{path}: is damaged: {_explain(error)}"
         raise DamagedError(msg) from error
+    if damaged is not None:
+        msg = f"{path}: is damaged: the sum of {damaged} is wrong"
+        raise DamagedError(msg)
     found = state.get("format") if isinstance(state, dict) else None
     if found != _FORMAT:
         msg = f"{path}: expected {_FORMAT!r}, got {found!r}"
@@ -78,6 +79,6 @@ def _load(path: Path) -> Any:
 def _explain(error: Exception) -> str:
     """Say what is wrong with an object that pickle refuses."""
     kind = re.search(r"GLOBAL (\S+)", str(error))
-    if not (isinstance(error, pickle.UnpicklingError) and kind):
+    if kind is None:
         return str(error)
     return f"it holds an object of {kind[1]}, which is neither a tensor nor a plain value"

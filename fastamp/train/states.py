@@ -19,8 +19,10 @@ def to_saved(state: Any, *, keeps: bool) -> Any:
     """
 
     def saved(leaf: Any) -> Any:
-        gathered = leaf.full_tensor() if is_spread(leaf) else leaf
-        return gathered if gathered is leaf else gathered.cpu() if keeps else None
+        if not is_spread(leaf):
+            return leaf
+        whole = leaf.full_tensor()
+        return whole.cpu() if keeps else None
 
     versions = getattr(state, "_metadata", None)  # of a model's modules
     state = tree_map(saved, state)

@@ -97,8 +97,8 @@ OTHERS = {
     "it has optimizer='AdamW', this run 'SGD'": {
         "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     },
-    r"it also has scaler: give them too, or restore\(only=\('model',\)\)": {"scaler": None},
-    r"it has no another: restore\(only=\.\.\.\) names": {"another": torch.nn.Linear(1, 1)},
+    r"it has scaler='GradScaler', this run None; restore\(only=": {"scaler": None},
+    "it has another=None, this run 'Module'": {"another": torch.nn.Linear(1, 1)},
     "it has scheduler='CosineAnnealingLR', this run 'StepLR'": {
         "scheduler": torch.optim.lr_scheduler.StepLR(
             torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1
@@ -147,7 +147,7 @@ def test_a_part_is_asked_before_anything_changes(tmp_path):
     fastamp.Checkpointer(tmp_path, model=model, meter=Picky()).save(1)
     before = model[0].weight.clone()
     torch.nn.init.zeros_(model[0].weight)
-    with pytest.raises(fastamp.CheckpointError, match=r"01\.pt: no 0\.5; another folder"):
+    with pytest.raises(fastamp.CheckpointError, match=r"01\.pt: no 0\.5; restore"):
         fastamp.Checkpointer(tmp_path, model=model, meter=Picky()).restore()
     assert not model[0].weight.equal(before)
 
@@ -276,8 +276,7 @@ def fail(_):
 
 def test_a_checkpoint_of_a_later_step_is_not_overtaken(finished, tmp_path):
     loop, before = Loop(finished), names(finished)
-    text = "step: expected at least 6, the newest checkpoint's, which restore\\(\\) resumes, got 3"
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match="step: expected an integer of at least 6, got 3"):
         loop.checkpointer.save(3)
     assert names(finished) == before
 
@@ -362,7 +361,7 @@ WRONG_STEPS += [(1, 0, "every: .*1, got 0")]
     [
         ({"model": 5}, TypeError, "model: expected an object with state_dict and"),
         ({"optimizer": 5}, TypeError, "optimizer: expected an object with state_dict and"),
-        ({"loader": [1]}, TypeError, "load_state_dict, as fastamp.DataLoader, got list"),
+        ({"loader": [1]}, TypeError, "loader: expected an object with .* got list"),
         ({"rng": make_model()}, ValueError, "rng: expected another name"),
         ({"keep": 0}, ValueError, "keep: expected an integer of at least 1, got 0"),
         ({"best": "loss"}, ValueError, "best: expected None, 'min' or 'max', got 'loss'"),
@@ -383,10 +382,14 @@ def test_wrong_arguments_are_refused_by_name(options, error, text, tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_stream_that_workers_read_is_refused_at_the_start(tmp_path):
+def test_a_stream_that_workers_read_is_refused(tmp_path):
     loader = fastamp.DataLoader(Stream([torch.zeros(2)]), 1, num_workers=1)
-    with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
-        fastamp.Checkpointer(tmp_path, model=make_model(), loader=loader)
+    checkpointer = fastamp.Checkpointer(tmp_path, model=make_model(), loader=loader)
     config = fastamp.TrainConfig(epochs=1, checkpoint_dir=tmp_path)
-    with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
-        fastamp.fine_tune(make_model(), loader, config=config)
+    for call in (
+        lambda: checkpointer.save(1),
+        lambda: fastamp.fine_tune(make_model(), loader, config=config),
+    ):
+        with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
+            call()
+    assert names(tmp_path) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.trainable import Loop, names, run
 
-from fastamp.train import folder as folders
+from fastamp.train import checkpointer
 
 
 def test_another_run_that_saves_in_the_folder_is_told_at_the_next_save(tmp_path):
@@ -23,14 +23,14 @@ def test_another_run_that_saves_in_the_folder_is_told_at_the_next_save(tmp_path)
 def test_two_runs_that_begin_at_once_lose_nothing(tmp_path, monkeypatch):
     """The second one begins while the first one writes, and removes what looks left behind."""
     folder = tmp_path / "new"
-    first, write = Loop(folder).checkpointer, folders.Folder.publish
+    first, write = Loop(folder).checkpointer, checkpointer.write_file
 
-    def publish_late(*args):
+    def write_slowly(*args, **kwargs):
         monkeypatch.undo()
+        write(*args, **kwargs)
         Loop(folder).checkpointer.save(2)
-        write(*args)
 
-    monkeypatch.setattr(folders.Folder, "publish", publish_late)
+    monkeypatch.setattr(checkpointer, "write_file", write_slowly)
     with pytest.raises(FileExistsError, match=r"another run has saved step-00000002\.pt"):
         first.save(1)
     assert names(folder) == ["step-00000002.pt"]
@@ -50,12 +50,12 @@ def test_all_that_is_there_when_a_run_begins_is_its_own(tmp_path):
 def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    checkpointer = Loop(tmp_path / "run").checkpointer
-    checkpointer.save(1)
+    saving = Loop(tmp_path / "run").checkpointer
+    saving.save(1)
     monkeypatch.setattr("secrets.token_hex", lambda _: "known")
     (tmp_path / "run" / ".step-known.part").symlink_to(victim)
     with pytest.raises(FileExistsError, match="cannot be written: File exists"):
-        checkpointer.save(2)
+        saving.save(2)
     assert victim.read_text() == "mine"
 
 

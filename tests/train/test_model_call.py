@@ -197,7 +197,7 @@ class Whole(ModelCall):
 
 
 def test_a_call_of_ones_own_is_refused_by_fine_tune_which_does_not_call_it():
-    with pytest.raises(TypeError, match=r"model_call: Whole overrides __call__, .* override"):
+    with pytest.raises(TypeError, match="model_call: fine_tune calls split, forward, loss"):
         fine_tune(torch.nn.Linear(8, 2), make_data(), config=TrainConfig(model_call=Whole()))
 
 

@@ -260,24 +260,21 @@ def test_the_result_is_bounded_and_pickles():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch_size": 0}, r"batch_size: expected an integer from 1 to 2\*\*63 - 1, got 0"),
-        ({"max_steps": 1.5}, "max_steps: expected an integer from 1 to .* or None, got 1.5"),
-        ({"lr": "fast"}, "lr: expected a number above 0, got 'fast'"),
-        ({"max_norm": 0}, "max_norm: expected a number above 0 or None, got 0"),
-        ({"weight_decay": -1}, "weight_decay: expected a number of at least 0, got -1"),
-        ({"optimizer": "lion"}, "one of adamw, adam, sgd, adagrad, got 'lion'"),
+        ({"batch_size": 0}, "batch_size: expected int above 0, got 0"),
+        ({"max_steps": 1.5}, "max_steps: expected int or None above 0, got 1.5"),
+        ({"lr": "fast"}, "lr: expected float above 0, got 'fast'"),
+        ({"max_norm": 0}, "max_norm: expected float or None above 0, got 0"),
+        ({"weight_decay": -1}, "weight_decay: expected float of at least 0, got -1"),
+        ({"optimizer": "lion"}, "one of adamw, adam, sgd, adagrad or a callable, got 'lion'"),
         ({"schedule": "step"}, "schedule: expected one of cosine, linear, constant, got 'step'"),
-        ({"precision": "bf16-true"}, "precision: expected a name for one of .*, got 'bf16-true'"),
-        (
-            {"loss_fn": functional.l1_loss, "model_call": ModelCall()},
-            "loss_fn: expected None beside",
-        ),
+        ({"precision": "bf16-true"}, "precision: expected one of .*bf16-mixed, got 'bf16-true'"),
+        ({"loss_fn": max, "model_call": ModelCall()}, "loss_fn: expected None beside"),
         ({"loss_fn": 3}, "loss_fn: expected Callable or None, got 3"),
         ({"model_call": ModelCall}, "model_call: expected ModelCall or None, got <class"),
-        ({"lr": 10**400}, "lr: expected a number above 0, got 1000"),
         ({"resume": "no"}, "resume: expected bool, got 'no'"),
-        ({"checkpoint_dir": 5}, "checkpoint_dir: expected a path or None, got 5"),
-        ({"seed": 2**63}, "seed: expected an integer from 0 to .*, got 9223372036854775808"),
+        ({"checkpoint_dir": 5}, "checkpoint_dir: expected str or PathLike or None, got 5"),
+        ({"seed": 2**63}, "seed: expected int of at least 0, got 9223372036854775808"),
+        ({"epochs": np.bool_(1)}, "epochs: expected int above 0, got True"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(fields, message):
@@ -292,8 +289,6 @@ def test_numpys_numbers_are_pythons():
     config = TrainConfig(**numpys)
     assert config == TrainConfig(**given)
     assert [type(getattr(config, name)) for name in given] == [*map(type, given.values())]
-    with pytest.raises(ValueError, match=r"epochs: expected an integer from 1 to .*, got True"):
-        TrainConfig(epochs=np.bool_(1))
 
 
 class Weighted(torch.nn.Module):
