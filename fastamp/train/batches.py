@@ -27,13 +27,10 @@ class Batches:
         self._name, self._device = name, config.chosen_device
         self.loader: Any = _make_loader(name, data, config, shuffle=shuffle)
         self._is_moved = self.loader is not data  # ours, which moves them to the device
-        self.has_state = isinstance(self.loader, DataLoader)
+        self.has_state = False
         """Whether the loader can resume within a pass."""
-        if not self.has_state:
-            with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
-                self.has_state = self.loader.state_dict() is not None
-        elif shuffle and config.checkpoint_dir is not None:
-            self.loader.state_dict()  # which refuses a position that cannot be known
+        with suppress(AttributeError, TypeError):  # a position that cannot be known
+            self.has_state = self.loader.state_dict() is not None
         self.n_consumed = 0
         """Batches of this pass."""
         self._batches: Iterator[Any] = iter(())
@@ -113,17 +110,9 @@ def _make_loader(name: str, data: Any, config: TrainConfig, *, shuffle: bool) ->
     if isinstance(data, (tuple, dict)):
         count_rows((*data,) if isinstance(data, tuple) else data, name)
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
-    is_dataset = hasattr(data, "__getitem__") or isinstance(data, Dataset)
-    if not (is_dataset or hasattr(data, "__iter__")):
-        kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
-        msg = f"{name}: expected {kinds}, got {type(data).__name__}"
-        raise TypeError(msg)
-    if not is_dataset:
+    if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
         return data
     is_stream = isinstance(data, IterableDataset)
-    if not is_stream and hasattr(data, "__len__") and not len(data):
-        msg = f"{name}: has no samples"
-        raise ValueError(msg)
     return DataLoader(
         data,
         config.batch_size,

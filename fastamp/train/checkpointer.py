@@ -16,12 +16,11 @@ from typing_extensions import Self
 from fastamp.data.checks import as_integer
 from fastamp.data.loader import find_share_of
 from fastamp.train import ranks
-from fastamp.train.fits import check_equal, check_model, describe
 from fastamp.train.folder import Folder
 from fastamp.train.random_state import rng_state, set_rng_state
 from fastamp.train.signals import DEFERRED, Signals
 from fastamp.train.state_file import CheckpointError, DamagedError, read_file, write_file
-from fastamp.train.states import load_part, to_saved
+from fastamp.train.states import check_equal, check_model, describe, load_part, to_saved
 
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
@@ -35,23 +34,21 @@ class Checkpointer:
 
     A checkpoint is one file, `step-00000123.pt`, that is there whole or not at all, also after a
     kill or a loss of power. It holds the states of all that is given here, and of the random number
-    generators of Python, NumPy, torch and CUDA. What is in the folder at first is this run's own. A
-    save raises an error where another run has saved in it since.
+    generators of Python, NumPy, torch and CUDA. What is in the folder at first is this run's own.
 
     If torch.distributed is initialized, every rank makes a Checkpointer and calls the same methods.
     The first rank writes the file: of FSDP2's shards whole tensors, gathered one by one into its
-    host's memory. All ranks must be able to read the folder. Any number of ranks, or one process,
-    can restore it; only the same number gets its random numbers back. `loader` is saved for each
-    rank, the other parts, and `metric`, as on the first rank.
+    host's memory. `loader` is saved for each rank, the other parts, and `metric`, as on the first.
+    All ranks must be able to read the folder. Any number of ranks, or one process, can restore it;
+    only the same number gets its random numbers back.
 
     Args:
         folder: is made at the first save; ~ is the home folder.
-        model: may be compiled or in DistributedDataParallel; the keys are those of the module
-            inside. Its state_dict has all parameters, by their names.
+        model: may be compiled or in DistributedDataParallel: the module inside is saved. Its
+            state_dict has all parameters, by their names.
         optimizer: of one that Accelerate or Fabric has wrapped, the optimizer inside.
         scaler: a `torch.amp.GradScaler`, such as `fastamp.GradScaler`.
-        loader: one with a state, such as `fastamp.DataLoader`, so that it resumes after the last
-            batch delivered.
+        loader: resumes after the last batch delivered, such as `fastamp.DataLoader`.
         scheduler: of the learning rate.
         keep: how many of the newest checkpoints to keep.
         best: "min" or "max" also keeps the one with the lowest or highest `metric` of `save`.
@@ -62,8 +59,8 @@ class Checkpointer:
     Raises:
         OSError: the folder cannot be read.
         TypeError: `folder` is no path, or a part has no `state_dict` or `load_state_dict`.
-        ValueError: `keep` or `best` is wrong, `folder` is an address such as s3://, the name of a
-            part is taken, or the model's state_dict leaves out a parameter.
+        ValueError: `keep`, `best` or the name of a part is wrong, `folder` is an address such as
+            s3://, or the model's state_dict leaves out a parameter.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -102,13 +99,7 @@ class Checkpointer:
         # scheduler comes before the optimizer, whose state has the rate.
         parts = {"loader": loader, "model": model, **parts, "scheduler": scheduler}
         parts |= {"optimizer": optimizer, "scaler": scaler}
-        parts = {name: part for name, part in parts.items() if part is not None}
-        for name, part in parts.items():
-            _check_part(name, part)
-        if isinstance(optimizer, Optimizer):  # Accelerate's and Fabric's have one inside
-            inside = getattr(optimizer, "optimizer", None)
-            parts["optimizer"] = inside if isinstance(inside, Optimizer) else optimizer
-        self._parts = {name: ranks.unwrapped(part) for name, part in parts.items()}
+        self._parts = {n: _part(n, each) for n, each in parts.items() if each is not None}
         named, state = self._parts["model"].named_parameters(), self._parts["model"].state_dict()
         left_out = [name for name, _ in named if name not in state]
         _expect("model", left_out, "no parameter left out of its state_dict", fine=not left_out)
@@ -123,11 +114,6 @@ class Checkpointer:
         """The best checkpoint that this run has saved, or has found in what it restored."""
         return None if self._best is None else self._folder.path_of(self._best["step"])
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether a signal that `on_signal` defers has come to this rank: call `save`."""
-        return self._signals is not None and self._signals.received is not None
-
     def save(
         self, step: int, *, every: int | None = None, metric: float | Tensor | None = None
     ) -> None:
@@ -138,7 +124,7 @@ class Checkpointer:
         3. After `on_signal`, if a signal has come: do what it does, such as exit.
 
         Args:
-            step: how many steps are done: at least 0, and the newest checkpoint's.
+            step: how many steps are done, no less than the newest checkpoint has.
             every: steps between checkpoints; then call `save` at the end of every step.
             metric: what `best` compares: a number, waited for if it is on a device. A save without
                 it is never the best.
@@ -148,8 +134,7 @@ class Checkpointer:
                 TimeoutError: another rank has not called it within a minute.
             CheckpointError: a state holds an object that is neither a tensor nor a plain value. As
                 after an OSError, the other checkpoints are unchanged.
-            ValueError: `step` or `every` is too small, or no integer. Where the folder has a
-                checkpoint of a later step, call `restore` first.
+            ValueError: `step` or `every` is too small, or no integer.
         """
         step = as_integer("step", step, least=self._newest or 0, optional=False)
         every = as_integer("every", every, least=1)
@@ -168,10 +153,9 @@ class Checkpointer:
     def restore(self, *, only: Collection[str] | None = None, best: bool = False) -> int | None:
         """Apply the newest checkpoint that is whole, and return its step; None without any.
 
-        The classes of the parts, the model's names, shapes and dtypes, and the names of the
-        optimizer's parameters are compared before anything is applied. A damaged newer checkpoint
-        is passed over with one warning, and removed after the next save. Reading runs no code of
-        the file, and writes nothing.
+        Before that the classes of the parts, the model's names, shapes and dtypes, and the names of
+        the optimizer's parameters are compared. A damaged newer checkpoint is passed over with one
+        warning, and removed after the next save. Reading runs no code of the file.
 
         Args:
             only: the names of the parts to restore, as ("model",) for the weights of any run; "rng"
@@ -185,18 +169,27 @@ class Checkpointer:
         """
         known = {*self._parts, "rng"}
         _expect("only", only, f"names of {sorted(known)}", fine=only is None or known >= {*only})
-        state, damage = self._read_newest(only)
+        state, damage, step = None, "", ranks.first(self._folder.newest)
+        while state is None and step is not None:
+            try:
+                state = ranks.together(self._read, step, only)
+            except DamagedError as error:  # noqa: PERF203 - one pass, unless there is damage
+                damage += f"{error}; "
+                step = ranks.first(self._folder.newest, step)
+        if state is None and damage:
+            msg = f"{damage}there is no whole one; another folder starts anew"
+            raise CheckpointError(msg)
         if state is None:
             return None
+        if best and state["best"] is None:
+            needs = "Checkpointer(best=...) and save(metric=...)"
+            msg = f"best: there is none until step {state['step']}: it needs {needs}"
+            raise CheckpointError(msg)
         if best:
-            if state["best"] is None:
-                needs = "Checkpointer(best=...) and save(metric=...)"
-                msg = f"best: there is none until step {state['step']}: it needs {needs}"
-                raise CheckpointError(msg)
             state = ranks.together(self._read, state["best"]["step"], only)
         if damage and ranks.rank() == 0:
             resumed = self._folder.path_of(state["step"])
-            warnings.warn(f"{damage}; resumed from {resumed}", stacklevel=2)
+            warnings.warn(f"{damage}resumed from {resumed}", stacklevel=2)
         self._newest, self._best = state["step"], state["best"]
         for name, part in _chosen(self._parts, only).items():
             ranks.together(load_part, part, state[name])
@@ -208,14 +201,14 @@ class Checkpointer:
         """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
 
         Call `save(step, every=...)` at the end of every step, so that a signal waits for one step
-        at most. A second signal acts at once. `with checkpointer.on_signal():` restores the
-        handlers at the end. In any thread but the main one it does nothing. Over ranks all have to
-        call this; a signal to one is then a signal to all, within 10 steps.
+        at most; a second one acts at once. `with checkpointer.on_signal():` restores the handlers
+        at the end. In any thread but the main one it does nothing. Over ranks all have to call
+        this; a signal to one is then a signal to all, within 10 steps.
 
         Args:
-            numbers: the signals to defer, as SIGTERM and SIGUSR1 of the module `signal`; none are
-                SIGTERM and SIGINT. SLURM's --signal sends SIGUSR1, a closed terminal SIGHUP. After
-                the checkpoint a signal without a handler of the program's ends it by SystemExit.
+            numbers: of the module `signal`, in place of SIGTERM and SIGINT: SLURM's --signal sends
+                SIGUSR1, a closed terminal SIGHUP. After the checkpoint a signal without a handler
+                of the program's ends it by SystemExit.
         """
         if self._signals is None:
             self._signals = Signals(numbers or DEFERRED)
@@ -257,23 +250,6 @@ class Checkpointer:
             pickle.dumps(own)  # an error after this one would let the other ranks wait
         return state | states, own
 
-    def _read_newest(self, only: Collection[str] | None) -> tuple[dict[str, Any] | None, str]:
-        """Return the state of the newest whole checkpoint, and the damage of newer ones."""
-        problems: list[str] = []
-        state: dict[str, Any] | None = None
-        step = ranks.first(self._folder.newest)
-        while step is not None and state is None:
-            try:
-                state = ranks.together(self._read, step, only)
-            except DamagedError as error:  # noqa: PERF203 - one pass, unless there is damage
-                problems.append(str(error))
-                step = ranks.first(self._folder.newest, step)
-        damage = "; ".join(problems)
-        if damage and state is None:
-            msg = f"{damage}; there is no whole one; another folder starts anew"
-            raise CheckpointError(msg)
-        return state, damage
-
     def _read(self, step: int, only: Collection[str] | None) -> dict[str, Any]:
         """Return a step's state, checked; the first rank compares the checksums."""
         path = self._folder.path_of(step)
@@ -314,12 +290,16 @@ def _chosen(parts: dict[str, Any], only: Collection[str] | None) -> dict[str, An
     return {name: part for name, part in parts.items() if only is None or name in only}
 
 
-def _check_part(name: str, part: Any) -> None:
+def _part(name: str, part: Any) -> Any:
+    """Return a part without what DDP, torch.compile, Accelerate or Fabric has put around it."""
     _expect(name, name, "another name: checkpoints use this one", fine=name not in _OWN_NAMES)
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
         wanted = "expected an object with state_dict and load_state_dict"
         msg = f"{name}: {wanted}, got {type(part).__name__}"
         raise TypeError(msg)
+    is_optimizer = isinstance(part, Optimizer)
+    inside = getattr(part, "optimizer", None) if is_optimizer else ranks.unwrapped(part)
+    return inside if isinstance(inside, (nn.Module, Optimizer)) else part
 
 
 def _expect(name: str, value: Any, expected: str, *, fine: bool) -> None:

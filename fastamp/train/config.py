@@ -49,7 +49,7 @@ class TrainConfig:
     """Passes over the data."""
     max_steps: int | None = None
     """Steps to train, in place of `epochs`. A run that has ended or was interrupted continues with
-    more of either; from there on the learning rate follows the longer schedule."""
+    more of either, at the learning rate of the longer schedule."""
     batch_size: int = 32
     """Samples in a batch, on every rank; a loader or an iterable has its own."""
     lr: float = 1e-3
@@ -58,19 +58,19 @@ class TrainConfig:
     """Of the optimizer."""
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw" or "adam", fused where torch supports it, "sgd" or "adagrad"; or a callable that
-    makes an optimizer of the parameters that require a gradient, those of the loss last, and
-    ignores `lr` and `weight_decay`. A run resumes only at its first rates."""
+    makes one of the parameters that require a gradient, and ignores `lr` and `weight_decay`. A run
+    resumes only at its first rates."""
     schedule: str = "cosine"
-    """Of the learning rate: "cosine" or "linear", which end at 0, or "constant". Skipped steps do
-    not count."""
+    """Of the learning rate: "cosine" or "linear", which end at 0, or "constant"; without the steps
+    that are skipped."""
     warmup_steps: int = 0
     """Steps in which the learning rate grows from near 0."""
     use_amp: bool | None = None
     """See `fastamp.compute_effective_precision`."""
     precision: str | int = "32-true"
-    """With `use_amp`, chooses "32-true", which leaves dtypes alone, "bf16-mixed" or "16-mixed",
-    which scales the loss. A step whose gradients are not finite is skipped in "16-mixed", and in
-    the others if there is a `max_norm`."""
+    """With `use_amp`, chooses "32-true", which leaves dtypes alone, "bf16-mixed", or "16-mixed",
+    which scales the loss. A step whose gradients are not finite is skipped, if there is a
+    `max_norm`, or in "16-mixed"."""
     max_norm: float | None = 1.0
     """Largest norm of all gradients together; None does not clip."""
     accumulate: int = 1
@@ -78,8 +78,8 @@ class TrainConfig:
     device: str | torch.device | None = None
     """Where the model moves; None is a GPU if there is one, under torchrun the rank's own."""
     seed: int = 0
-    """Seeds all random numbers, together with the rank; the program's own generators are restored
-    at the end."""
+    """Of all random numbers, with the rank; the program's own generators are restored at the end.
+    """
     num_workers: int = 0
     """Processes that load a Dataset which is not in memory."""
     eval_every: int | None = None
@@ -91,12 +91,11 @@ class TrainConfig:
     metric: str = "loss"
     """What `keep_best` and `patience` compare: "loss", of `val_data`, or a name of `evaluate`."""
     mode: str = "min"
-    """"min" if a lower `metric` is better, "max" if a higher one is."""
+    """"min" if a lower `metric` is better, "max" if a higher one is; NaN never is."""
     patience: int | None = None
-    """The run ends after this many evaluations in a row without a better `metric`; NaN is none."""
+    """The run ends after this many evaluations in a row without a better `metric`."""
     on_evaluation: Callable[[int, dict[str, float]], object] | None = None
-    """Called after each evaluation with the step and the numbers; the run ends if it returns True.
-    """
+    """Called after each evaluation with the step and the numbers; True ends the run."""
     log_every: int = 10
     """Steps between flushes to `tracker`, which wait for the device."""
     checkpoint_dir: str | os.PathLike[str] | None = None
@@ -117,11 +116,12 @@ class TrainConfig:
     """Logs a line when the run begins and when it ends, and shows a bar on a terminal, if tqdm is
     installed. Without it only a run that is resumed logs a line."""
     tracker: MetricsTracker | None = None
-    """Receives every scalar: "train/loss", "train/lr", "val/loss", and those of a scaler that it
-    watches. Steps count from 1."""
+    """Receives "train/loss", "train/lr", "val/loss" and the scalars of a scaler that it watches, by
+    steps from 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
-    """The loss of predictions and target, see `ModelCall.loss`. Parameters of a module are trained
-    and saved too; over ranks they are a ValueError: put them into the model."""
+    """The loss of predictions and target, see `ModelCall.loss`. If it is a module with parameters
+    to train, put it into the model, whose `forward` then returns the loss: here it is a ValueError.
+    """
     model_call: ModelCall | None = None
     """How to call the model and compute its loss, in place of `loss_fn`."""
 

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -25,11 +24,10 @@ from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.folder import Folder
 from fastamp.train.model_call import ModelCall
-from fastamp.train.optimizer import Schedule, find_loss, make_optimizer
+from fastamp.train.optimizer import Schedule, make_optimizer, place_loss
 from fastamp.train.progress import Progress
-from fastamp.train.result import CURVES, Curve, TrainResult
+from fastamp.train.result import Curve, TrainResult
 
-NO_STATE = "train_data has no state_dict: checkpoints are written at the end of an epoch"
 _LOG = logging.getLogger(__name__)
 _SYNC = nullcontext()
 
@@ -60,10 +58,9 @@ class Loop:
             model.to(self.device)
         # In evaluation DDP's own call would exchange buffers.
         self.evaluated: Any = model.module if ranks.is_ddp(model) else model
-        loss_fn = getattr(self.model_call, "loss_fn", None)
-        self.loss = find_loss(loss_fn, model, self.device, has_ranks=self.n_ranks > 1)
-        options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        self.optimizer = make_optimizer(model, config.optimizer, loss=self.loss, **options)
+        place_loss(getattr(self.model_call, "loss_fn", None), model, self.device)
+        options = {"lr": config.lr, "weight_decay": config.weight_decay}
+        self.optimizer = make_optimizer(model, config.optimizer, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(self.optimizer, partial(config.lr_factor, total=self.n_steps))
         self.timer = Timer(self.device if self.device.type == "cuda" else "cpu")
@@ -77,12 +74,12 @@ class Loop:
         self.resumed = ""
         self.checkpointer = None if config.checkpoint_dir is None else self._resume()
         self.tracker.watch(self.scaler, first_step=self.progress.step + 1)
-        self.n_samples, dtype = 0, AUTOCAST[self.precision]
+        dtype = AUTOCAST[self.precision]
         # Around mixed steps autocast would not clear its cache: each call has its own.
         around: Any = torch.autocast(self.device.type, dtype) if dtype else lambda call: call
         self.split, self.loss_of = around(self.model_call.split_for), around(self._loss_of)
         # DDP exchanges gradients in the last backward pass of a step only.
-        self.no_sync: Any = model.no_sync if ranks.is_ddp(model) else nullcontext
+        self.no_sync: Any = getattr(model, "no_sync", nullcontext)
 
     def _check(self) -> None:
         """Raise an error if the data or the model's call cannot do what the options ask for."""
@@ -93,7 +90,8 @@ class Loop:
             raise ValueError(msg)
         every = config.checkpoint_every or (config.keep_best and config.eval_every)
         if every and config.checkpoint_dir is not None and not self.data.has_state:
-            msg = f"checkpoint_every, eval_every: expected None, as {NO_STATE}; got {every}"
+            problem = "train_data has no state_dict: checkpoints are written at the end of an epoch"
+            msg = f"checkpoint_every, eval_every: expected None, as {problem}; got {every}"
             raise ValueError(msg)
         if type(self.model_call).__call__ is not ModelCall.__call__:
             msg = "model_call: fine_tune calls split, forward, loss and count, not its __call__"
@@ -101,7 +99,7 @@ class Loop:
 
     def train(self) -> TrainResult:
         """Train to the end."""
-        config, is_first, start_s = self.config, ranks.rank() == 0, time.perf_counter()
+        config, is_first = self.config, ranks.rank() == 0
         if is_first and (config.progress or self.resumed):
             said = self.resumed or f"fine_tune: begins at {self._at(0)}"
             _LOG.warning("%s, on %s in %s", said, self.device, self.precision)
@@ -112,7 +110,7 @@ class Loop:
         with closing(self.tracker), signals, bar as advance:
             self._run_epochs(advance)
             self._pause(ends=True)
-            result = self._make_result(time.perf_counter() - start_s)
+            result = self._make_result()
             if self.best_weights is not None:
                 self.evaluated.load_state_dict(self.best_weights)
             elif config.keep_best and self.checkpointer and self.checkpointer.best_path:
@@ -123,8 +121,7 @@ class Loop:
         return result
 
     def _at(self, step: int) -> str:
-        length = f"{self.config.epochs} epochs" if self.n_steps is None else self.n_steps
-        return f"step {step} of {length}"
+        return f"step {step} of {self.n_steps or f'{self.config.epochs} epochs'}"
 
     def _run_epochs(self, advance: Any) -> None:
         self.optimizer.zero_grad()  # drop the gradients from before
@@ -162,17 +159,14 @@ class Loop:
 
         if is_due(config.eval_every) and self.progress.evaluated_at != step:
             self._evaluate()
-        if self.checkpointer is not None:
-            if self.checkpointer.has_signal and config.progress:
-                _LOG.warning("fine_tune: ends at step %d for a signal; run again, it resumes", step)
-            saves = config.keep_best and self.compared is not None
-            saves = saves or is_due(config.checkpoint_every)
-            if saves and self.saved_at != self.progress.place:
-                with self.timer("checkpoint"):
-                    self.checkpointer.save(step, metric=self.compared)
-                self.saved_at = self.progress.place
-            elif self.data.has_state and (self.checkpointer.has_signal or self.n_ranks > 1):
-                self.checkpointer.save(step, every=step + 1)  # only if a signal has come
+        saves = is_due(config.checkpoint_every) or (config.keep_best and self.compared is not None)
+        saves = saves and self.saved_at != self.progress.place
+        if self.checkpointer is not None and (saves or self.data.has_state):
+            with self.timer("checkpoint"):
+                # Where it is not due, only if a signal has come.
+                every = None if saves else step + 1
+                self.checkpointer.save(step, every=every, metric=self.compared)
+            self.saved_at = self.progress.place if saves else self.saved_at
         if config.tracker is not None and step % config.log_every == 0:
             self.tracker.flush()
 
@@ -186,7 +180,6 @@ class Loop:
             inputs, target = self.split(self.model, batch)
             parts.append((inputs, target, self.model_call.count(target, n_samples)))
             total += parts[-1][2]
-            self.n_samples += n_samples
         batches.clear()  # `parts` are freed one by one
         while parts:
             inputs, target, n = parts.pop(0)
@@ -255,24 +248,25 @@ class Loop:
         total = sum(n for _, n in sums)
         return sum(loss for loss, _ in sums) / total if total else math.nan
 
-    def _make_result(self, elapsed_s: float) -> TrainResult:
+    def _make_result(self) -> TrainResult:
         regions, known = self.timer.summary(), self.tracker.summary()
 
         def curve(name: str) -> Curve:
             return Curve(*self.tracker.history(name)) if name in known else Curve()
 
-        host_s = {name: stats.host for name, stats in regions.items()}
-        training_s = elapsed_s - host_s.get("evaluate", 0) - host_s.get("checkpoint", 0)
-        evaluated = {name for name in known if name.startswith("val/")} - {"val/loss"}
         skipped = known.get("train/skipped_steps")
+        evaluated = {name for name in known if name.startswith("val/")} - {"val/loss"}
         return TrainResult(
-            **{field: curve(name) for field, name in CURVES.items()},
+            train_loss=curve("train/loss"),
+            val_loss=curve("val/loss"),
             metrics={name[4:]: curve(name) for name in evaluated},
+            grad_norm=curve("train/grad_norm"),
+            loss_scale=curve("train/loss_scale"),
+            lr=curve("train/lr"),
             steps=self.progress.step,
-            best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             skipped_steps=int(skipped.last) if skipped else 0,
+            best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             precision=self.precision,
-            samples_per_s=sum(ranks.gather(self.n_samples)) / training_s,
             phase_s={name: stats.total for name, stats in regions.items()},
         )
 
@@ -286,7 +280,7 @@ class Loop:
             raise ValueError(msg)
         parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         parts |= {"scaler": self.scaler, "loader": self.data, "scheduler": self.schedule}
-        parts |= {"progress": place, "tracker": self.tracker, "loss_fn": self.loss}
+        parts |= {"progress": place, "tracker": self.tracker}
         best = config.mode if config.keep_best else None
         checkpointer = Checkpointer(folder.path, keep=config.keep, best=best, **parts)
         step = checkpointer.restore()

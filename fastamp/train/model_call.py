@@ -18,8 +18,7 @@ class ModelCall:
     """How to call a model and compute its loss.
 
     `model_call(model, batch)` calls `split`, `forward` and `loss` in turn, and returns the loss;
-    subclasses override one of these. `fine_tune` calls the same three, and `count` for the weight
-    of the batch.
+    subclasses override one of these. `fine_tune` calls them, and `count` for a batch's weight.
 
     Args:
         loss_fn: `loss_fn(output, target)` returns a 0-dim tensor; `output` is the tensor of
@@ -50,11 +49,10 @@ class ModelCall:
     def split_for(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return `split(batch)`, with what depends on the model.
 
-        The "labels" of tokens are shifted by one, so that each token's target is the next label, if
-        the model declares itself a causal language model: the name of its class ends with
-        "ForCausalLM" or "LMHeadModel", as in Transformers, or it has the attribute
-        `loss_type = "ForCausalLM"`. A model whose `forward` has an argument `targets`, as
-        nanoGPT's, is given them.
+        The "labels" of tokens are shifted, so that each token's target is the next label, if the
+        model declares itself a causal language model: its class is named "...ForCausalLM" or
+        "...LMHeadModel", as in Transformers, or it has `loss_type = "ForCausalLM"`. A model whose
+        `forward` has an argument `targets`, as nanoGPT's, is given them.
         """
         inputs, target = self.split(batch)
         inside = unwrapped(model)
@@ -81,8 +79,6 @@ class ModelCall:
         integers [batch, time], alone  the batch    the same, shifted by one: a language model
         a mapping                      the batch    "labels"; "label" is renamed so, as by Hugging
                                                     Face's collators
-        a mapping without labels       the batch    "input_ids" where "attention_mask" is not 0,
-                                                    shifted by one: a language model
         anything else                  the batch    None: the model computes its loss
         =============================  ===========  ============================================
         """
@@ -97,18 +93,14 @@ class ModelCall:
             return batch, None
         if "label" in batch and "labels" not in batch:
             batch = {{"label": "labels"}.get(key, key): batch[key] for key in batch}
-        ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))
-        if labels is not None or ids is None:
-            return batch, labels
-        labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
-        return batch, _shifted(labels) if labels.ndim == 2 else labels
+        return batch, batch.get("labels")
 
     def count(self, target: Any, n_samples: int) -> int | Tensor:
         """Return how many targets of a batch count: the weight of its loss, which is their mean.
 
         The elements of the target, without -100 where they are integers; `n_samples` if it is no
-        tensor. A loss that leaves out others, or that is no mean, needs a `count` of its own: 0, or
-        a 0-dim tensor on the target's device, which is not waited for.
+        tensor. Override it for a loss that leaves out others, or that is no mean: it returns a
+        number, or a 0-dim tensor on the target's device, which is not waited for.
         """
         if not isinstance(target, Tensor):
             return n_samples

@@ -22,20 +22,15 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps 
 
 
 def make_optimizer(
-    model: nn.Module,
-    kind: str | Callable[[list[nn.Parameter]], Optimizer],
-    *,
-    loss: nn.Module | None = None,
-    **options: Any,
+    model: nn.Module, kind: str | Callable[[list[nn.Parameter]], Optimizer], **options: Any
 ) -> Optimizer:
-    """Return the optimizer of what requires a gradient, in the model and in a loss of its own.
+    """Return the optimizer of a model's parameters that require a gradient.
 
     A callable gets no options. Adam and AdamW are fused where torch supports that.
     """
-    trained = nn.ModuleList([model] if loss is None else [model, loss])
-    parameters = [p for p in trained.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        msg = f"model: {type(model).__name__} has no parameter that requires a gradient"
+        msg = "model: expected a parameter that requires a gradient, it has none"
         raise ValueError(msg)
     if isinstance(kind, str):
         # torch's fused SGD and Adagrad take no sparse gradients, and no DTensors.
@@ -48,28 +43,25 @@ def make_optimizer(
     if not isinstance(made, Optimizer):
         msg = f"optimizer: expected a callable that returns an Optimizer, it returned {made!r}"
         raise TypeError(msg)
-    known = {*map(id, trained.parameters())}
+    known = {*map(id, model.parameters())}
     others = [p for group in made.param_groups for p in group["params"] if id(p) not in known]
     if others:
         shape = [*others[0].shape]
-        msg = f"optimizer: expected parameters of the model or of loss_fn, got one of shape {shape}"
+        msg = f"optimizer: expected parameters of the model, got one of shape {shape}"
         raise ValueError(msg)
     return made
 
 
-def find_loss(
-    loss_fn: Any, model: nn.Module, device: torch.device, *, has_ranks: bool
-) -> nn.Module | None:
-    """Return the loss, on a device, if it is a module with tensors that the model does not hold."""
+def place_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> None:
+    """Move a loss that is a module; raise a ValueError if it has parameters of its own to train."""
     loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
-    known = {*map(id, model.parameters()), *map(id, model.buffers())}
-    own = [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
-    own = [tensor for tensor in own if id(tensor) not in known]
-    if has_ranks and any(tensor.requires_grad for tensor in own):
-        has = f"{type(loss).__name__} has parameters, which ranks do not share"
-        msg = f"loss_fn: {has}: train a model that holds it and returns its loss"
-        raise ValueError(msg)
-    return loss.to(device) if own else None
+    if isinstance(loss, nn.Module):
+        known = {*map(id, model.parameters())}
+        if any(p.requires_grad and id(p) not in known for p in loss.parameters()):
+            wanted = "put it into the model, whose forward then returns the loss"
+            msg = f"loss_fn: {type(loss).__name__} has parameters to train: {wanted}"
+            raise ValueError(msg)
+        loss.to(device)
 
 
 class Schedule:
@@ -118,10 +110,7 @@ class Schedule:
         """Set the learning rates of the next step."""
         factor = self._lr_factor(self._n_taken)
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base_lr * factor)
-            else:
-                group["lr"] = base_lr * factor
+            group["lr"] = base_lr * factor
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, after the last step's flag: the optimizer's state has the rate."""

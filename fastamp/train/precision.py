@@ -29,16 +29,15 @@ def compute_effective_precision(
     ================  ===========================================================================
 
     Args:
-        requested: "64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed",
-            "transformer-engine" or "transformer-engine-float16"; or Lightning's old names 64, 32,
-            16 ("16-mixed") and "bf16" ("bf16-mixed"), as numbers or strings; Accelerate's "no" and
-            "fp16"; a torch.dtype, as of autocast; or None, Lightning's default: "32-true".
+        requested: one of Lightning's names, as "bf16-mixed", or of its old ones: 64, 32, 16
+            ("16-mixed") and "bf16" ("bf16-mixed"), as numbers or strings; Accelerate's "no" and
+            "fp16"; a torch.dtype, as of autocast; or None: "32-true".
         use_amp: switches mixed precision on or off; None leaves it to `requested`.
         cuda_available: whether there is a GPU; None asks torch, if the result depends on it.
         use_gpu: whether the run would use a GPU.
 
     Returns:
-        One of the full names above, for `Trainer(precision=...)`.
+        Lightning's full name, for `Trainer(precision=...)`.
 
     Raises:
         ValueError: `requested` is none of these names.

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastamp.train import ranks
 from fastamp.train.config import TrainConfig
-from fastamp.train.fits import check_equal
+from fastamp.train.states import check_equal
 
 # A run resumes only if these agree with the checkpoint's, and the precision does.
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
@@ -13,10 +13,12 @@ _FIXED += ["warmup_steps", "metric", "mode"]
 
 
 class Progress:
-    """The place of a run of `total` steps, or of any length."""
+    """The place of a run of `n_steps`, or of any length."""
 
-    def __init__(self, config: TrainConfig, total: int | None) -> None:
-        self._config, self._total = config, total
+    def __init__(self, config: TrainConfig, n_steps: int | None) -> None:
+        self._config = config
+        self._fixed: dict[str, Any] = {name: getattr(config, name) for name in _FIXED}
+        self._fixed |= {"precision": config.effective_precision, "total_steps": n_steps}
         self._sign = 1 if config.mode == "min" else -1
         self.step = self.epoch = self.evaluated_at = 0
         self.best = self._sign * math.inf
@@ -33,10 +35,10 @@ class Progress:
     def has_trained(self) -> bool:
         """Whether no step is left, or `patience` or the user's callback has ended the run."""
         config = self._config
-        by_length = self.epoch >= config.epochs
+        has_steps = self.epoch < config.epochs
         if config.max_steps is not None:
-            by_length = self.step >= config.max_steps
-        return by_length or self.is_stopped or self.lost_patience
+            has_steps = self.step < config.max_steps
+        return not has_steps or self.is_stopped or self.lost_patience
 
     @property
     def lost_patience(self) -> bool:
@@ -51,18 +53,16 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place and the options."""
-        config = {name: getattr(self._config, name) for name in _FIXED}
-        config |= {"precision": self._config.effective_precision, "total_steps": self._total}
-        state = {"config": config, "place": self.place, "best": self.best, "n_worse": self.n_worse}
-        return state | {"n_ranks": ranks.count()}
+        state = {"config": self._fixed, "n_ranks": ranks.count(), "place": self.place}
+        return state | {"best": self.best, "n_worse": self.n_worse}
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
-        theirs, ours = state["config"], self.state_dict()["config"]
-        may_differ = {"batch_size", "accumulate"} if state["n_ranks"] != ranks.count() else set()
-        if (theirs["total_steps"] or 0) < (self._total or math.inf):
-            may_differ |= {"total_steps"}
-        check_equal(theirs, ours, may_differ)
+        theirs, ours = (each["total_steps"] for each in (state["config"], self._fixed))
+        may_differ = {"total_steps"} if (theirs or 0) < (ours or math.inf) else set()
+        if state["n_ranks"] != ranks.count():
+            may_differ |= {"batch_size", "accumulate"}
+        check_equal(state["config"], self._fixed, may_differ)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""

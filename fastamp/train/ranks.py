@@ -1,6 +1,5 @@
 """The ranks of a run: they exchange values, and raise each other's errors."""
 
-import os
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,8 +8,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from fastamp.step.shards import is_spread
 
 WAIT_S = 60.0  # of a rank for the others at a save
 
@@ -73,17 +70,6 @@ def _sendable(error: Exception) -> Exception:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]  # noqa: S301
     except Exception:  # noqa: BLE001 - an error can refuse with any other
         return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def check_shared(model: nn.Module) -> None:
-    """Raise a ValueError if there are several ranks, and the model is not shared by them."""
-    n_ranks = count()
-    if dist.is_available() and dist.is_torchelastic_launched():  # maybe without a process group
-        n_ranks = int(os.environ["WORLD_SIZE"])
-    if n_ranks > 1 and not (is_ddp(model) or any(map(is_spread, model.parameters()))):
-        wanted = "a model in DistributedDataParallel, or sharded by fully_shard"
-        msg = f"model: expected {wanted}, as there are {n_ranks} ranks, got {type(model).__name__}"
-        raise ValueError(msg)
 
 
 def is_ddp(model: nn.Module) -> bool:

@@ -7,15 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Each curve of a result, and the scalar that it shows.
-CURVES = {
-    "train_loss": "train/loss",
-    "val_loss": "val/loss",
-    "grad_norm": "train/grad_norm",
-    "loss_scale": "train/loss_scale",
-    "lr": "train/lr",
-}
-
 
 class Curve(NamedTuple):
     """A scalar over the steps, from 1: at most 4,096 points, the first and the last among them.
@@ -36,8 +27,7 @@ class Curve(NamedTuple):
 class TrainResult:
     """What `fastamp.fine_tune` returns; `str` of it is the summary.
 
-    Curves and counts are of the whole run, including the part before it was resumed; times and
-    throughput are of this call.
+    Curves and counts are of the whole run, including the part before it was resumed.
 
     Example:
         >>> config = fastamp.TrainConfig(max_steps=2, device="cpu")
@@ -54,7 +44,7 @@ class TrainResult:
     metrics: dict[str, Curve]
     """The numbers of `TrainConfig.evaluate`, by name."""
     grad_norm: Curve
-    """Before clipping; empty where it is not computed: without loss scaling and `max_norm`."""
+    """Before clipping; empty without loss scaling and `max_norm`, as it is not computed."""
     loss_scale: Curve
     """A point for every change; empty without loss scaling."""
     lr: Curve
@@ -66,11 +56,9 @@ class TrainResult:
     """With `TrainConfig.keep_best`: the checkpoint with the best `TrainConfig.metric`."""
     precision: str
     """Of the run, as `fastamp.compute_effective_precision` names it."""
-    samples_per_s: float
-    """In training, without evaluations and checkpoints; over ranks, of all together."""
     phase_s: dict[str, float]
-    """Seconds in "data", "forward", "backward", "step", "evaluate" and "checkpoint", as far as they
-    occurred; of the GPU if there is one, and of this rank."""
+    """Seconds of this call in "data", "forward", "backward", "step", "evaluate" and "checkpoint",
+    as far as they occurred; of the GPU if there is one, and of this rank."""
 
     def summary(self) -> str:
         """Return the result as text."""
@@ -80,7 +68,6 @@ class TrainResult:
             if len(values):
                 lines.append(f"{name}: {values[0]:.6g} to {values[-1]:.6g}, min {values.min():.6g}")
         if self.phase_s:
-            lines.append(f"{self.samples_per_s:,.1f} samples/s")
             seconds = ", ".join(f"{name} {value:.3g}" for name, value in self.phase_s.items())
             lines.append(f"seconds: {seconds}")
         return "\n".join(lines)

@@ -385,11 +385,6 @@ def test_wrong_arguments_are_refused_by_name(options, error, text, tmp_path):
 def test_a_stream_that_workers_read_is_refused(tmp_path):
     loader = fastamp.DataLoader(Stream([torch.zeros(2)]), 1, num_workers=1)
     checkpointer = fastamp.Checkpointer(tmp_path, model=make_model(), loader=loader)
-    config = fastamp.TrainConfig(epochs=1, checkpoint_dir=tmp_path)
-    for call in (
-        lambda: checkpointer.save(1),
-        lambda: fastamp.fine_tune(make_model(), loader, config=config),
-    ):
-        with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
-            call()
+    with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
+        checkpointer.save(1)
     assert names(tmp_path) == []

@@ -58,11 +58,12 @@ def test_a_language_model_predicts_what_comes_next(form):
     if form == "half":
         logits = logits.bfloat16().float()
     each = functional.cross_entropy(logits.mT, IDS[:, 1:], reduction="none")
-    for batch in (IDS, [IDS], {"input_ids": IDS}, {"input_ids": IDS, "labels": IDS}):
+    for batch in (IDS, [IDS], {"input_ids": IDS, "labels": IDS}):
         loss = model_call(model, batch)
         assert (loss.dtype, loss.item()) == (torch.float32, pytest.approx(each.mean().item()))
     assert model_call(model, (IDS[:, :-1], IDS[:, 1:])).item() == loss.item()
-    masked = model_call(model, {"input_ids": IDS, "attention_mask": MASK})
+    labels = IDS.masked_fill(MASK == 0, -100)
+    masked = model_call(model, {"input_ids": IDS, "attention_mask": MASK, "labels": labels})
     assert masked.item() == pytest.approx(each[:, 1:].mean().item())
 
 
