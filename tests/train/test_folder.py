@@ -63,15 +63,12 @@ def refuse(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("fails", ["the state", "the renaming"])
-def test_a_save_that_fails_is_neither_the_newest_nor_the_best(fails, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["torch.nn.Module.state_dict", "os.fsync", "pathlib.Path.replace"])
+def test_a_save_that_fails_is_neither_the_newest_nor_the_best(call, tmp_path, monkeypatch):
     loop = Loop(tmp_path, keep=2, best="min")
     loop.checkpointer.save(1, metric=5.0)
     with monkeypatch.context() as patch:
-        if fails == "the state":
-            patch.setattr(loop.model, "state_dict", refuse)
-        else:
-            patch.setattr(Path, "replace", refuse)
+        patch.setattr(call, refuse)
         with pytest.raises(OSError, match="No space left"):
             loop.checkpointer.save(3, metric=1.0)
     loop.checkpointer.save(2, metric=2.0)

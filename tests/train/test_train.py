@@ -20,24 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
-from fastamp.bench.gpt import GPT, Shape, read_library
 from fastamp.train.batches import Batches
-
-
-def test_a_small_gpt_learns_the_interpreters_sources():
-    """In nats for a byte: 5.5 is knowing nothing, 3.3 knowing how frequent each byte is."""
-    train, validation = read_library()
-    torch.manual_seed(0)
-    model = GPT(Shape(layers=1, heads=2, width=64, block_size=32))
-    data = fastamp.TokenDataset(train[:40_000], 32)
-    held_out = fastamp.TokenDataset(validation[:2_000], 32)
-    result = fine_tune(model, data, held_out, TrainConfig(use_amp=True))
-    assert result.steps == len(result.train_loss.steps) == 3 * math.ceil(len(data) / 32)
-    assert result.train_loss.values[-10:].mean() < 3.2
-    assert result.val_loss.values[-1] < 3.2
-    precision = "16-mixed" if torch.cuda.is_available() else "32-true"
-    text = rf"{result.steps} steps in {precision}, \d skipped\ntrain_loss: 5\."
-    assert re.match(text, str(result))
 
 
 def test_a_step_makes_few_calls_of_python():
@@ -216,15 +199,6 @@ def test_optimizers_are_torchs_and_adams_are_fused(name, monkeypatch):
     assert defaults["weight_decay"] == 0.03
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_sparse_gradients_are_trained(name):
-    model = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Linear(4, 3))
-    before = model[0].weight.detach().clone()
-    config = TrainConfig(optimizer=name, weight_decay=0, max_steps=2, device="cpu")
-    fine_tune(model, (torch.arange(10), torch.arange(10) % 3), config=config)
-    assert (model[0].weight != before).any(1).tolist() == [True] * 10 + [False] * 10
-
-
 def test_a_compiled_model_is_trained_as_the_plain_one():
     compiled, plain = make_model(), make_model()
     for model in (torch.compile(compiled, backend="eager"), plain):
@@ -251,6 +225,7 @@ def test_the_result_is_bounded_and_pickles():
     assert (result.steps, len(result.train_loss.steps)) == (4200, 2101)
     assert list(result.phase_s) == ["data", "forward", "backward", "step", "evaluate"]
     assert all(seconds > 0 for seconds in result.phase_s.values())
+    assert re.match(r"4200 steps in 32-true, 0 skipped\ntrain_loss: \d\S+ to", str(result))
     assert str(pickle.loads(pickle.dumps(result))) == result.summary()
 
 
