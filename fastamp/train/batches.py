@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader
-from fastamp.data.datasets import count_rows
 from fastamp.data.order import find_samplers
 from fastamp.data.structure import map_tensors
 from fastamp.train import ranks
@@ -25,28 +24,25 @@ class Batches:
 
     def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> None:
         self._name, self._device = name, config.chosen_device
-        self.loader: Any = _make_loader(name, data, config, shuffle=shuffle)
+        self.loader: Any = _make_loader(data, config, shuffle=shuffle)
         self._is_moved = self.loader is not data  # ours, which moves them to the device
         self.has_state = False
         """Whether the loader can resume within a pass."""
         with suppress(AttributeError, TypeError):  # a position that cannot be known
             self.has_state = self.loader.state_dict() is not None
-        self.n_consumed = 0
-        """Batches of this pass."""
-        self._batches: Iterator[Any] = iter(())
+        self.is_resumed = False
+        """Whether the next pass continues one, of which no batch may be left."""
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Start a pass, or continue the one of a loaded state."""
-        # Held, as its end would end the epoch: a run that stops within one may be made longer.
-        self._batches = iter(self.loader)
-        for batch in self._batches:
-            self.n_consumed += 1
+        n_batches = 0
+        for n_batches, batch in enumerate(self.loader, 1):  # noqa: B007 - read after the loop
             moved = batch if self._is_moved else map_tensors(self._move, batch)
             yield moved, count_samples(batch)
-        if not self.n_consumed:
+        if not (n_batches or self.is_resumed):
             msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
-        self.n_consumed, self._batches = 0, iter(())
+        self.is_resumed = False
 
     @property
     def n_batches(self) -> int | None:
@@ -66,23 +62,6 @@ class Batches:
         for each in (*informed, getattr(self.loader, "dataset", None)):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch delivered."""
-        loader = self.loader.state_dict() if self.has_state else None
-        return {"n_consumed": self.n_consumed, "loader": loader}
-
-    def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise a ValueError unless this kind of data can resume; a loader checks its own state."""
-        if (state["loader"] is None) is self.has_state:
-            msg = f"{self._name}: one of the checkpoint's and this run's has a state_dict"
-            raise ValueError(msg)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass start at a position."""
-        self.n_consumed = state["n_consumed"]
-        if self.has_state:
-            self.loader.load_state_dict(state["loader"])
 
     def _move(self, tensor: Tensor) -> Tensor:
         # On the CPU a batch may be read at once.
@@ -106,9 +85,8 @@ def count_samples(batch: Any) -> int:
     return len(first) if has_rows else 1
 
 
-def _make_loader(name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
+def _make_loader(data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
-        count_rows((*data,) if isinstance(data, tuple) else data, name)
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
         return data

@@ -278,8 +278,7 @@ class Checkpointer:
         if state["best"] and self._mode is not None:
             check_equal({"best": state["best"]["mode"]}, {"best": self._mode})
         loader = chosen.get("loader")
-        is_shared = find_share_of(getattr(loader, "loader", loader)) is not None
-        if not (as_many or is_shared or loader is None):
+        if not (as_many or loader is None or find_share_of(loader)):
             wanted = "another number of them needs a fastamp.DataLoader with shard=True"
             msg = f"{len(state['ranks'])} ranks wrote it, {wanted}"
             raise ValueError(msg)

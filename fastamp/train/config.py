@@ -152,11 +152,6 @@ class TrainConfig:
             raise ValueError(msg)
 
     @property
-    def compares(self) -> bool:
-        """Whether evaluations are compared by `metric`."""
-        return self.keep_best or self.patience is not None
-
-    @property
     def chosen_device(self) -> torch.device:
         """The device to train on."""
         default = "cuda" if torch.cuda.is_available() else "cpu"

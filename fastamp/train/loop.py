@@ -17,7 +17,6 @@ from fastamp._progress import progress
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Logged
 from fastamp.step import GradScaler
-from fastamp.timer import Timer
 from fastamp.train import ranks
 from fastamp.train.batches import Batches
 from fastamp.train.checkpointer import Checkpointer
@@ -63,11 +62,8 @@ class Loop:
         self.optimizer = make_optimizer(model, config.optimizer, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(self.optimizer, partial(config.lr_factor, total=self.n_steps))
-        self.timer = Timer(self.device if self.device.type == "cuda" else "cpu")
-        regions = [self.timer(name) for name in ("data", "forward", "backward", "step")]
-        self.data_region, self.forward_region, self.backward_region, self.step_region = regions
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
-        self.progress = Progress(config, self.n_steps)
+        self.progress = Progress(config, self.n_steps, self.schedule)
         self.saved_at: tuple[int, ...] = ()
         self.compared: float | None = None  # the metric of this step, if it is the best so far
         self.best_weights: Any = None  # on the host, where no checkpoint has them
@@ -84,7 +80,11 @@ class Loop:
     def _check(self) -> None:
         """Raise an error if the data or the model's call cannot do what the options ask for."""
         config = self.config
-        if config.compares and self.held_out is None and config.metric == "loss":
+        if (
+            (config.keep_best or config.patience)
+            and self.held_out is None
+            and config.metric == "loss"
+        ):
             name = "keep_best" if config.keep_best else "patience"
             msg = f"{name}: expected val_data, whose loss says which is best, got None"
             raise ValueError(msg)
@@ -109,7 +109,6 @@ class Loop:
         bar = progress(self.n_steps, self.progress.step, shows=config.progress and is_first)
         with closing(self.tracker), signals, bar as advance:
             self._run_epochs(advance)
-            self._pause(ends=True)
             result = self._make_result()
             if self.best_weights is not None:
                 self.evaluated.load_state_dict(self.best_weights)
@@ -131,14 +130,15 @@ class Loop:
             self._compare_lengths()
             batches, epoch_ends = iter(self.data), False
             while not (epoch_ends or self.progress.has_trained):
-                with self.data_region:
-                    fetched = [*islice(batches, accumulate)]  # less are the last ones
+                fetched = [*islice(batches, accumulate)]  # less are the last ones
                 epoch_ends = len(fetched) < accumulate
                 self.progress.epoch += epoch_ends
+                self.progress.is_within = not epoch_ends
                 if has_step := len(fetched) > 0:
                     self._train_step(fetched)
                     advance()
                 self._pause(has_step=has_step, epoch_ends=epoch_ends)
+        self._pause(ends=True)  # while `batches` are held: their end would end the epoch
 
     def _compare_lengths(self) -> None:
         """Raise a ValueError on all ranks if they have unlike numbers of batches."""
@@ -162,10 +162,9 @@ class Loop:
         saves = is_due(config.checkpoint_every) or (config.keep_best and self.compared is not None)
         saves = saves and self.saved_at != self.progress.place
         if self.checkpointer is not None and (saves or self.data.has_state):
-            with self.timer("checkpoint"):
-                # Where it is not due, only if a signal has come.
-                every = None if saves else step + 1
-                self.checkpointer.save(step, every=every, metric=self.compared)
+            # Where it is not due, only if a signal has come.
+            every = None if saves else step + 1
+            self.checkpointer.save(step, every=every, metric=self.compared)
             self.saved_at = self.progress.place if saves else self.saved_at
         if config.tracker is not None and step % config.log_every == 0:
             self.tracker.flush()
@@ -184,10 +183,8 @@ class Loop:
         while parts:
             inputs, target, n = parts.pop(0)
             with self.no_sync() if parts else _SYNC:
-                with self.forward_region:
-                    loss = share(self.loss_of(inputs, target), n, total)
-                with self.backward_region:
-                    torch.autograd.backward(self.scaler.scale(loss))
+                loss = share(self.loss_of(inputs, target), n, total)
+                torch.autograd.backward(self.scaler.scale(loss))
             shares.append(loss.detach())
         mean: Any = sum(shares[1:], shares[0])
         if not (isinstance(total, int) and total):
@@ -198,10 +195,9 @@ class Loop:
         step = self.progress.step
         self.tracker.log_scalar("train/loss", mean.item() if mean.is_cpu else mean, step)
         self.tracker.log_scalar("train/lr", self.schedule.lr, step)
-        with self.step_region:
-            self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
-            self.schedule.advance(self.scaler.last_step.found_inf)
-            self.scaler.update()
+        self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
+        self.schedule.advance(self.scaler.last_step.found_inf)
+        self.scaler.update()
 
     def _loss_of(self, inputs: Any, target: Any, model: Any = None) -> Tensor:
         """Return the mean loss of a batch."""
@@ -213,7 +209,7 @@ class Loop:
         config, numbers, step = self.config, {}, self.progress.step
         if not self.evaluates:
             return
-        with self.timer("evaluate"), modes_kept(self.model):
+        with modes_kept(self.model):
             self.model.eval()
             if self.held_out is not None:
                 numbers["loss"] = self._mean_loss(self.held_out)
@@ -223,7 +219,7 @@ class Loop:
         for name, value in numbers.items():
             self.tracker.log_scalar(f"val/{name}", value, step)
         self.progress.evaluated_at = step
-        if config.compares:
+        if config.keep_best or config.patience:
             if config.metric not in numbers:
                 msg = f"metric: expected one of {', '.join(numbers)}, got {config.metric!r}"
                 raise ValueError(msg)
@@ -249,7 +245,7 @@ class Loop:
         return sum(loss for loss, _ in sums) / total if total else math.nan
 
     def _make_result(self) -> TrainResult:
-        regions, known = self.timer.summary(), self.tracker.summary()
+        known = self.tracker.summary()
 
         def curve(name: str) -> Curve:
             return Curve(*self.tracker.history(name)) if name in known else Curve()
@@ -267,7 +263,6 @@ class Loop:
             skipped_steps=int(skipped.last) if skipped else 0,
             best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             precision=self.precision,
-            phase_s={name: stats.total for name, stats in regions.items()},
         )
 
     def _resume(self) -> Checkpointer:
@@ -279,16 +274,16 @@ class Loop:
             msg = f"resume: expected True, as {has}; another folder starts anew"
             raise ValueError(msg)
         parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        parts |= {"scaler": self.scaler, "loader": self.data, "scheduler": self.schedule}
-        parts |= {"progress": place, "tracker": self.tracker}
+        parts |= {"scaler": self.scaler, "progress": place, "tracker": self.tracker}
+        parts |= {"loader": self.data.loader} if self.data.has_state else {}
         best = config.mode if config.keep_best else None
         checkpointer = Checkpointer(folder.path, keep=config.keep, best=best, **parts)
         step = checkpointer.restore()
         if step is None:
             return checkpointer
         self.saved_at = place.place
-        if self.data.n_consumed and not self.data.has_state:  # the run ended within an epoch
-            place.epoch, self.data.n_consumed = place.epoch + 1, 0
+        self.data.is_resumed = place.is_within and self.data.has_state
+        place.epoch += place.is_within and not self.data.has_state  # the run ended within an epoch
         if place.has_trained and not (self.evaluates and place.evaluated_at != step):
             remedies = "more max_steps, epochs or patience continue it, another folder starts anew"
             msg = f"{folder.path}: nothing is left to train at {self._at(step)}: {remedies}"

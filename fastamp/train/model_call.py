@@ -64,8 +64,10 @@ class ModelCall:
                 columns = inputs if isinstance(inputs, tuple) else (inputs,)
                 inputs = dict(zip(names, columns, strict=False)) | {"targets": target}
         elif isinstance(inputs, Mapping) and isinstance(target, Tensor) and target.ndim == 2:
+            is_causal = type(inside).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+            is_causal |= getattr(inside, "loss_type", None) == "ForCausalLM"
             is_labels = target is inputs.get("labels")
-            target = _shifted(target) if is_labels and _is_causal(inside) else target
+            target = _shifted(target) if is_labels and is_causal else target
         return inputs, target
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -144,8 +146,7 @@ class ModelCall:
         loss, predictions = _read(output)
         if self.loss_fn is not None or loss is None:
             if not isinstance(predictions, Tensor):
-                has = f" with {list(output)}" if isinstance(output, Mapping) else ""
-                got = type(output).__name__ + has
+                got = type(output).__name__
                 msg = f"output: expected a tensor, logits or a loss, got {got}"
                 raise TypeError(msg)
             loss = (self.loss_fn or _default_loss)(_in_float32(predictions), target)
@@ -153,12 +154,6 @@ class ModelCall:
             msg = f"loss: expected a 0-dim tensor, got {getattr(loss, 'shape', loss)!r}"
             raise ValueError(msg)
         return _in_float32(loss)
-
-
-def _is_causal(model: nn.Module) -> bool:
-    """Say whether a model declares itself a causal language model."""
-    is_named = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    return is_named or getattr(model, "loss_type", None) == "ForCausalLM"
 
 
 def _read(output: Any) -> tuple[Any, Any]:
@@ -179,17 +174,14 @@ def _default_loss(output: Tensor, target: Any) -> Tensor:
         msg = f"target: expected a tensor, got {got}; give a loss_fn or let the model return a loss"
         raise TypeError(msg)
     shapes = f"output {tuple(output.shape)}, target {tuple(target.shape)} of {target.dtype}"
-    if not _is_integer(target):
-        if output.shape != target.shape:
-            msg = f"{shapes}: a mean squared error needs equal shapes"
-            raise ValueError(msg)
+    if not _is_integer(target) and output.shape == target.shape:
         return functional.mse_loss(output, _in_float32(target))
     if output.shape[:-1] == target.shape:
         output, target = output.flatten(0, -2), target.flatten()
     fits = output.ndim > 1 and output.shape[:1] + output.shape[2:] == target.shape
-    if not fits or output.shape[1] < 2:
-        where = "in the output's last or second dimension"
-        msg = f"{shapes}: cross entropy needs two classes or more, {where}"
+    if not (_is_integer(target) and fits and output.shape[1] > 1):
+        needs = "integers, and two classes or more in the output's last or second dimension"
+        msg = f"{shapes}: expected {needs}, or numbers of the output's shape"
         raise ValueError(msg)
     return functional.cross_entropy(output, target.long(), ignore_index=IGNORED)
 

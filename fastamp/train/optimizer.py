@@ -74,8 +74,9 @@ class Schedule:
 
     def __init__(self, optimizer: Optimizer, lr_factor: Callable[[int], float]) -> None:
         self._optimizer, self._lr_factor = optimizer, lr_factor
-        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._n_taken = 0
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.n_taken = 0
+        """How many steps were taken, without the last one while its flag is not read."""
         self._unread: tuple[Tensor, torch.cuda.Event | None] | None = None
         """The flag of the last step, and on CUDA the event of its copy into pinned memory."""
         self.set_lr()
@@ -103,27 +104,11 @@ class Schedule:
             (found_inf, copied), self._unread = self._unread, None
             if copied is not None:
                 copied.synchronize()
-            self._n_taken += not found_inf.item()
+            self.n_taken += not found_inf.item()
             self.set_lr()
 
     def set_lr(self) -> None:
         """Set the learning rates of the next step."""
-        factor = self._lr_factor(self._n_taken)
-        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+        factor = self._lr_factor(self.n_taken)
+        for group, base_lr in zip(self._optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base_lr * factor
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, after the last step's flag: the optimizer's state has the rate."""
-        self.read_flag()
-        return {"n_taken": self._n_taken, "base_lrs": [*self._base_lrs]}
-
-    def check_state_dict(self, state: Any) -> None:
-        """Raise a ValueError unless `load_state_dict` can restore it."""
-        theirs, ours = state["base_lrs"], self._base_lrs
-        if theirs != ours:
-            msg = f"it has the learning rates {theirs} of groups, this run's optimizer {ours}"
-            raise ValueError(msg)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; the optimizer's own state has the rate."""
-        self._n_taken = state["n_taken"]

@@ -2,8 +2,8 @@
 
 import torch
 
-_FULL = ("64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed")
-_NAMES = (*_FULL, "transformer-engine", "transformer-engine-float16")
+_NAMES = ["64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"]
+_NAMES += ["transformer-engine", "transformer-engine-float16"]
 ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 ALIASES |= {"None": "32-true", "no": "32-true", "fp16": "16-mixed"}
 ALIASES |= {"torch.float64": "64-true", "torch.float32": "32-true"}

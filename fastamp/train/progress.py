@@ -5,6 +5,7 @@ from typing import Any
 
 from fastamp.train import ranks
 from fastamp.train.config import TrainConfig
+from fastamp.train.optimizer import Schedule
 from fastamp.train.states import check_equal
 
 # A run resumes only if these agree with the checkpoint's, and the precision does.
@@ -13,14 +14,17 @@ _FIXED += ["warmup_steps", "metric", "mode"]
 
 
 class Progress:
-    """The place of a run of `n_steps`, or of any length."""
+    """The place of a run of `n_steps`, or of any length, and of its schedule."""
 
-    def __init__(self, config: TrainConfig, n_steps: int | None) -> None:
-        self._config = config
+    def __init__(self, config: TrainConfig, n_steps: int | None, schedule: Schedule) -> None:
+        self._config, self._schedule = config, schedule
         self._fixed: dict[str, Any] = {name: getattr(config, name) for name in _FIXED}
         self._fixed |= {"precision": config.effective_precision, "total_steps": n_steps}
+        self._fixed["learning rates of groups"] = schedule.base_lrs
         self._sign = 1 if config.mode == "min" else -1
         self.step = self.epoch = self.evaluated_at = 0
+        self.is_within = False
+        """Whether the epoch has begun."""
         self.best = self._sign * math.inf
         """The best metric; infinite until the first evaluation."""
         self.n_worse = 0  # evaluations since the best one
@@ -29,7 +33,7 @@ class Progress:
     @property
     def place(self) -> tuple[int, ...]:
         """How far the run has come."""
-        return self.step, self.epoch, self.evaluated_at
+        return self.step, self.epoch, self.is_within, self.evaluated_at
 
     @property
     def has_trained(self) -> bool:
@@ -52,9 +56,11 @@ class Progress:
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place and the options."""
-        state = {"config": self._fixed, "n_ranks": ranks.count(), "place": self.place}
-        return state | {"best": self.best, "n_worse": self.n_worse}
+        """Return the place and the options, after the last step's flag, which changes the rate."""
+        self._schedule.read_flag()
+        places = {"place": self.place, "n_taken": self._schedule.n_taken}
+        best = {"best": self.best, "n_worse": self.n_worse}
+        return {"config": self._fixed, "n_ranks": ranks.count(), **places, **best}
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
@@ -66,5 +72,6 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.step, self.epoch, self.evaluated_at = state["place"]
+        self.step, self.epoch, self.is_within, self.evaluated_at = state["place"]
         self.best, self.n_worse = state["best"], state["n_worse"]
+        self._schedule.n_taken = state["n_taken"]

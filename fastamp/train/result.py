@@ -56,9 +56,6 @@ class TrainResult:
     """With `TrainConfig.keep_best`: the checkpoint with the best `TrainConfig.metric`."""
     precision: str
     """Of the run, as `fastamp.compute_effective_precision` names it."""
-    phase_s: dict[str, float]
-    """Seconds of this call in "data", "forward", "backward", "step", "evaluate" and "checkpoint",
-    as far as they occurred; of the GPU if there is one, and of this rank."""
 
     def summary(self) -> str:
         """Return the result as text."""
@@ -67,9 +64,6 @@ class TrainResult:
             values = getattr(self, name).values
             if len(values):
                 lines.append(f"{name}: {values[0]:.6g} to {values[-1]:.6g}, min {values.min():.6g}")
-        if self.phase_s:
-            seconds = ", ".join(f"{name} {value:.3g}" for name, value in self.phase_s.items())
-            lines.append(f"seconds: {seconds}")
         return "\n".join(lines)
 
     __str__ = summary

@@ -11,7 +11,7 @@ import torch
 
 from fastamp._files import create
 
-_FORMAT = "fastamp.train 6"
+_FORMAT = "fastamp.train 7"
 
 
 class CheckpointError(RuntimeError):

@@ -65,17 +65,15 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for place, parameter in of_places.items():
         states[place] = tree_map_only(Tensor, partial(beside, parameter), states[place])
     optimizer.load_state_dict({**state, "state": states})
+
+    def in_saved_dtype(loaded: Any, saved: Any) -> Any:
+        is_cast = isinstance(saved, Tensor) and loaded.dtype != saved.dtype
+        return saved.to(loaded.device, copy=True) if is_cast else loaded
+
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         for place, parameter in of_places.items():
             loaded = optimizer.state[parameter]
-            optimizer.state[parameter] = tree_map(_in_saved_dtype, loaded, states[place])
-
-
-def _in_saved_dtype(loaded: Any, saved: Any) -> Any:
-    are_tensors = isinstance(loaded, Tensor) and isinstance(saved, Tensor)
-    if are_tensors and loaded.dtype != saved.dtype:
-        return saved.to(loaded.device, copy=True)
-    return loaded
+            optimizer.state[parameter] = tree_map(in_saved_dtype, loaded, states[place])
 
 
 def _to_shards(state: Any, own: Any) -> Any:
@@ -117,12 +115,11 @@ def describe(parts: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     FSDP2 renames the classes of modules. torch restores the states of parameters by place.
     """
-    kinds, names = {}, {}
-    own: dict[int, str] = {}
-    for part, module in parts.items():
-        kinds[part] = "Module" if isinstance(module, nn.Module) else type(module).__name__
-        for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
-            own.setdefault(id(parameter), name if part == "model" else f"{part}.{name}")
+    modules = {part: each for part, each in parts.items() if isinstance(each, nn.Module)}
+    kinds = {part: "Module" if part in modules else type(parts[part]).__name__ for part in parts}
+    named = ((part, *each) for part in modules for each in modules[part].named_parameters())
+    own = {id(parameter): f"{part}.{name}" for part, name, parameter in named}
+    names = {}
     for part, optimizer in parts.items():
         if isinstance(optimizer, Optimizer):
             placed = enumerate(p for group in optimizer.param_groups for p in group["params"])

@@ -238,7 +238,7 @@ class Runs:
 
 
 def hostile(path):
-    torch.save({"format": "fastamp.train 6", "model": Runs()}, path)
+    torch.save({"format": "fastamp.train 7", "model": Runs()}, path)
 
 
 DAMAGE = {

@@ -165,7 +165,7 @@ def test_layers_that_have_changed_places_are_told_by_their_names(name, tmp_path)
         return fastamp.Checkpointer(tmp_path, model=model, **{name: optimizer})
 
     checkpointer_of(Pair("a", "b")).save(1)
-    problem = r"it has \w+\[0\]='a.weight', this run 'b.weight'"
+    problem = r"it has \w+\[0\]='model.a.weight', this run 'model.b.weight'"
     with pytest.raises(fastamp.CheckpointError, match=problem):
         checkpointer_of(Pair("b", "a")).restore()
 

@@ -178,11 +178,11 @@ def test_several_inputs_and_other_dimensions():
 @pytest.mark.parametrize(
     ("output", "target", "error", "message"),
     [
-        (torch.ones(4, 1), torch.ones(4), ValueError, r"\(4, 1\), target \(4,\).*equal shapes"),
-        (torch.ones(4, 1), torch.ones(4).long(), ValueError, "two classes or more"),
+        (torch.ones(4, 1), torch.ones(4), ValueError, r"\(4, 1\), target \(4,\).*output's shape"),
+        (torch.ones(4, 1), torch.ones(4).long(), ValueError, "two classes or more in"),
         (torch.ones(4, 3), torch.ones(3).long(), ValueError, r"output \(4, 3\), target \(3,\)"),
         (torch.ones(4, 3), None, TypeError, "target: expected a tensor, got NoneType"),
-        ({"scores": 1}, torch.ones(4), TypeError, r"got dict with \['scores'\]"),
+        ({"scores": 1}, torch.ones(4), TypeError, "got dict"),
         ("text", torch.ones(4), TypeError, "output: expected a tensor, .* got str"),
         ((), torch.ones(4), TypeError, "output: expected a tensor, .* got tuple"),
     ],

@@ -223,8 +223,6 @@ def test_the_result_is_bounded_and_pickles():
     held_out = tuple(column[:50] for column in data)
     result = fine_tune(torch.nn.Linear(1, 1), data, held_out, config)
     assert (result.steps, len(result.train_loss.steps)) == (4200, 2101)
-    assert list(result.phase_s) == ["data", "forward", "backward", "step", "evaluate"]
-    assert all(seconds > 0 for seconds in result.phase_s.values())
     assert re.match(r"4200 steps in 32-true, 0 skipped\ntrain_loss: \d\S+ to", str(result))
     assert str(pickle.loads(pickle.dumps(result))) == result.summary()
 
@@ -289,13 +287,12 @@ def test_parameters_of_a_loss_that_the_model_does_not_hold_are_refused():
     [
         (7, {}, TypeError, "'int' object is not iterable"),
         ([], {}, ValueError, "num_samples=0"),
-        ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"train_data\[1\]: has 3 rows, and tr"),
+        ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"arrays\[1\]: has 3 rows"),
         (DataLoader([]), {"max_steps": 2}, ValueError, "train_data: no sample in this pass"),
         (iter([make_data(8)]), {"epochs": 2}, ValueError, "an iterator can be read only once"),
         (iter([]), {"schedule": "cosine"}, ValueError, "schedule: 'cosine' needs max_steps"),
         ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
-        ((torch.ones(40, 8).tolist(), [0] * 40), {}, TypeError, r"train_data\[0\].* got float"),
-        ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"train_data\['y'\].* got int"),
+        ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"arrays\['y'\].* got int"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message):
