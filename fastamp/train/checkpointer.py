@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from fastamp.data.checks import as_integer
 from fastamp.data.loader import find_share_of
@@ -197,7 +196,7 @@ class Checkpointer:
             set_rng_state(state["rng"])
         return int(state["step"])
 
-    def on_signal(self, *numbers: int) -> Self:
+    def on_signal(self, *numbers: int) -> Signals:
         """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
 
         Call `save(step, every=...)` at the end of every step, so that a signal waits for one step
@@ -210,17 +209,8 @@ class Checkpointer:
                 SIGUSR1, a closed terminal SIGHUP. After the checkpoint a signal without a handler
                 of the program's ends it by SystemExit.
         """
-        if self._signals is None:
-            self._signals = Signals(numbers or DEFERRED)
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signals, self._signals = self._signals, None
-        if signals is not None:
-            signals.end()
+        self._signals = Signals(numbers or DEFERRED)
+        return self._signals
 
     def _save(self, step: int, metric: float | Tensor | None) -> None:
         state, own = ranks.together(self._collect, step, metric)

@@ -61,8 +61,7 @@ class TrainConfig:
     makes one of the parameters that require a gradient, and ignores `lr` and `weight_decay`. A run
     resumes only at its first rates."""
     schedule: str = "cosine"
-    """Of the learning rate: "cosine" or "linear", which end at 0, or "constant"; without the steps
-    that are skipped."""
+    """Of the learning rate: "cosine" or "linear", which end at 0, or "constant"."""
     warmup_steps: int = 0
     """Steps in which the learning rate grows from near 0."""
     use_amp: bool | None = None
@@ -78,8 +77,7 @@ class TrainConfig:
     device: str | torch.device | None = None
     """Where the model moves; None is a GPU if there is one, under torchrun the rank's own."""
     seed: int = 0
-    """Of all random numbers, with the rank; the program's own generators are restored at the end.
-    """
+    """Of all random numbers, with the rank; the program's generators are restored at the end."""
     num_workers: int = 0
     """Processes that load a Dataset which is not in memory."""
     eval_every: int | None = None
@@ -116,12 +114,11 @@ class TrainConfig:
     """Logs a line when the run begins and when it ends, and shows a bar on a terminal, if tqdm is
     installed. Without it only a run that is resumed logs a line."""
     tracker: MetricsTracker | None = None
-    """Receives "train/loss", "train/lr", "val/loss" and the scalars of a scaler that it watches, by
-    steps from 1."""
-    loss_fn: Callable[[Tensor, Any], Tensor] | None = None
-    """The loss of predictions and target, see `ModelCall.loss`. If it is a module with parameters
-    to train, put it into the model, whose `forward` then returns the loss: here it is a ValueError.
+    """Receives "train/loss", "train/lr", "val/loss" and those of a watched scaler, by steps from 1.
     """
+    loss_fn: Callable[[Tensor, Any], Tensor] | None = None
+    """The loss of predictions and target, see `ModelCall.loss`. A module with parameters to train
+    is a ValueError: the model has to hold it, and return the loss."""
     model_call: ModelCall | None = None
     """How to call the model and compute its loss, in place of `loss_fn`."""
 
@@ -132,7 +129,7 @@ class TrainConfig:
             value = value.item() if isinstance(value, np.generic) else value
             kinds = [get_origin(kind) or kind for kind in get_args(field.type) or (field.type,)]
             expected = " or ".join(kind.__name__.replace("NoneType", "None") for kind in kinds)
-            is_valid = isinstance(value, tuple(kinds))
+            is_valid, is_number = isinstance(value, tuple(kinds)), False
             if options := _NAMES.get(name):
                 expected = f"one of {', '.join(options)}" + " or a callable" * (Callable in kinds)
                 key = ALIASES.get(str(value), str(value)) if name == "precision" else value
@@ -146,7 +143,7 @@ class TrainConfig:
             if not is_valid:
                 msg = f"{name}: expected {expected}, got {value!r}"
                 raise ValueError(msg)
-            object.__setattr__(self, name, float(value) if float in kinds and value else value)
+            object.__setattr__(self, name, float(value) if float in kinds and is_number else value)
         if self.loss_fn is not None and self.model_call is not None:
             msg = "loss_fn: expected None beside a model_call, which has its own"
             raise ValueError(msg)

@@ -25,16 +25,11 @@ class ModelCall:
             predictions in float32. None chooses the loss by the target, see `loss`.
 
     Example:
-        >>> class Weighted(fastamp.ModelCall):
+        >>> class Last(fastamp.ModelCall):
         ...     def split(self, batch):
-        ...         x, y, weight = batch
-        ...         return x, (y, weight)
-        ...
-        ...     def loss(self, output, target):
-        ...         y, weight = target
-        ...         return (weight * (output.squeeze(1) - y).square()).mean()
-        >>> batch = torch.ones(4, 3), torch.zeros(4), torch.ones(4)
-        >>> Weighted()(torch.nn.Linear(3, 1), batch).shape
+        ...         return batch["history"][:, -1], batch["next"]
+        >>> batch = {"history": torch.ones(4, 9, 3), "next": torch.zeros(4, 1)}
+        >>> Last()(torch.nn.Linear(3, 1), batch).shape
         torch.Size([])
     """
 
@@ -51,23 +46,17 @@ class ModelCall:
 
         The "labels" of tokens are shifted, so that each token's target is the next label, if the
         model declares itself a causal language model: its class is named "...ForCausalLM" or
-        "...LMHeadModel", as in Transformers, or it has `loss_type = "ForCausalLM"`. A model whose
-        `forward` has an argument `targets`, as nanoGPT's, is given them.
+        "...LMHeadModel", as in Transformers, or it has `loss_type = "ForCausalLM"`.
         """
         inputs, target = self.split(batch)
-        inside = unwrapped(model)
-        if isinstance(inputs, (tuple, Tensor)):
-            own = type(self).split, type(self).forward
-            is_default = own == (ModelCall.split, ModelCall.forward) and target is not None
-            if is_default and _takes(type(inside).forward, "targets"):
-                names = [*inspect.signature(type(inside).forward).parameters][1:]
-                columns = inputs if isinstance(inputs, tuple) else (inputs,)
-                inputs = dict(zip(names, columns, strict=False)) | {"targets": target}
-        elif isinstance(inputs, Mapping) and isinstance(target, Tensor) and target.ndim == 2:
+        if isinstance(inputs, (tuple, Tensor)) or not isinstance(inputs, Mapping):
+            return inputs, target
+        is_labels = target is inputs.get("labels")
+        if is_labels and isinstance(target, Tensor) and target.ndim == 2:
+            inside = unwrapped(model)
             is_causal = type(inside).__name__.endswith(("ForCausalLM", "LMHeadModel"))
             is_causal |= getattr(inside, "loss_type", None) == "ForCausalLM"
-            is_labels = target is inputs.get("labels")
-            target = _shifted(target) if is_labels and is_causal else target
+            target = _shifted(target) if is_causal else target
         return inputs, target
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -134,14 +123,12 @@ class ModelCall:
         1. `loss_fn`, called with the predictions: the output, its "logits" (attribute or key), or
            the first element of a tuple.
         2. The loss that the model computed: "loss", or an output, or first element, with 0
-           dimensions; or the second, of a model that was given `targets`.
+           dimensions; or the second, of a model that was given `targets` by a mapping.
         3. Integer targets: cross entropy that ignores -100; the target has the shape of the output
            without the dimension of the classes, which is the last or the second.
         4. Floating-point targets of the output's shape: mean squared error.
 
-        Raises:
-            TypeError: the output holds no predictions, or there is no target.
-            ValueError: the shapes do not match, or the loss is not 0-dim.
+        Raises a TypeError without predictions or a target, a ValueError for other shapes.
         """
         loss, predictions = _read(output)
         if self.loss_fn is not None or loss is None:
@@ -181,7 +168,8 @@ def _default_loss(output: Tensor, target: Any) -> Tensor:
     fits = output.ndim > 1 and output.shape[:1] + output.shape[2:] == target.shape
     if not (_is_integer(target) and fits and output.shape[1] > 1):
         needs = "integers, and two classes or more in the output's last or second dimension"
-        msg = f"{shapes}: expected {needs}, or numbers of the output's shape"
+        by_name = "a model like nanoGPT's takes batches by name, {'idx': x, 'targets': y}"
+        msg = f"{shapes}: expected {needs}, or numbers of the output's shape; {by_name}"
         raise ValueError(msg)
     return functional.cross_entropy(output, target.long(), ignore_index=IGNORED)
 

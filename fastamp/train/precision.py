@@ -18,15 +18,10 @@ def compute_effective_precision(
 ) -> str:
     """Combine a requested precision with a switch for mixed precision.
 
-    ================  ===========================================================================
-    `use_amp`         result
-    ================  ===========================================================================
-    None              `requested`, on every device: Lightning itself replaces "16-mixed" by bf16
-                      on a CPU
-    True, with a GPU  `requested` made mixed: bf16 stays bf16, anything else is "16-mixed"; but
-                      Transformer Engine is left as it is
-    otherwise         full precision: "32-true", or "64-true" where that was requested
-    ================  ===========================================================================
+    With `use_amp=None` the result is `requested`, on every device (Lightning itself replaces
+    "16-mixed" by bf16 on a CPU). With True and a GPU it is `requested` made mixed: bf16 stays bf16,
+    Transformer Engine is left as it is, anything else is "16-mixed". Otherwise it is full
+    precision: "32-true", or "64-true" where that was requested.
 
     Args:
         requested: one of Lightning's names, as "bf16-mixed", or of its old ones: 64, 32, 16

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from typing_extensions import Self
+
 DEFERRED = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """Defers signals until `deliver` or the end; a second one acts at once.
+    """Defers signals until `deliver`, or the end of a `with` block; a second one acts at once.
 
     Only in the main thread, and only signals that are not ignored.
     """
@@ -24,20 +26,22 @@ class Signals:
         """The latest signal that was deferred."""
         self._set(self._receive)
 
-    def end(self) -> None:
-        """Restore the program's handlers; a signal of the last save, or before an error, acts."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._set(None)
-        if self.received is not None:
+        if self.received is not None:  # during the last save, or before an error
             self._act(self.received)
 
     def deliver(self, number: int) -> None:
         """Do what a signal, received here or on another rank, does without this object."""
-        self._set(None)
-        self.received = None
         self._act(number)
         self._set(self._receive)  # unless the program's own handler has ended training
 
     def _act(self, number: int) -> None:
+        self._set(None)
+        self.received = None
         if self._handlers.get(number, signal.SIG_DFL) is signal.SIG_DFL:
             raise SystemExit(128 + number)  # so that `finally` blocks and exit handlers run
         signal.raise_signal(number)

@@ -53,7 +53,6 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     places = [place for group in state["param_groups"] for place in group["params"]]
     pairs = zip(places, parameters, strict=False)  # torch compares the lengths
     of_places = {place: p for place, p in pairs if place in state["state"]}
-
     is_lean = isinstance(optimizer, Lean)  # whose tensors of other shapes have the rows
 
     def beside(parameter: Any, tensor: Tensor) -> Any:

@@ -135,30 +135,16 @@ class NanoGpt(torch.nn.Module):
         return logits, 2 * functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize(
-    "loss_fn", [None, lambda logits, y: functional.cross_entropy(logits.mT, y)]
-)
-def test_a_model_of_nanogpts_form_is_given_its_targets(loss_fn):
+def test_a_model_of_nanogpts_form_is_given_its_targets_by_name():
     ids = torch.randint(7, (3, 6), generator=torch.Generator().manual_seed(0))
     x, y = ids[:, :-1], ids[:, 1:]
-    expected = NanoGpt()(x, y)[1] / (1 if loss_fn is None else 2)
-    torch.testing.assert_close(ModelCall(loss_fn)(NanoGpt(), (x, y)), expected)
-    model = NanoGpt()
-    config = TrainConfig(loss_fn=loss_fn, max_steps=1, batch_size=3, device="cpu")
-    result = fine_tune(model, (x, y), (x, y), config)
-    assert result.train_loss.values.tolist() == pytest.approx([expected.item()])
-    assert result.val_loss.values.tolist() == pytest.approx(
-        [model(x, y)[1].item() / (1 if loss_fn is None else 2)]
-    )
-
-
-def test_a_call_of_ones_own_gives_targets_itself():
-    class Own(ModelCall):
-        def forward(self, model, inputs):
-            return model(inputs, torch.zeros(inputs.shape, dtype=torch.long))[0]
-
-    ids = torch.randint(7, (3, 6))
-    assert Own()(NanoGpt(), (ids, ids)).ndim == 0
+    expected = NanoGpt()(x, y)[1].item()
+    model, data = NanoGpt(), {"idx": x, "targets": y}
+    result = fine_tune(model, data, data, TrainConfig(max_steps=1, batch_size=3, device="cpu"))
+    assert result.train_loss.values.tolist() == pytest.approx([expected])
+    assert result.val_loss.values.tolist() == pytest.approx([model(x, y)[1].item()])
+    with pytest.raises(ValueError, match=r"takes batches by name, {'idx': x, 'targets': y}"):
+        ModelCall()(model, (x, y))
 
 
 def test_several_inputs_and_other_dimensions():

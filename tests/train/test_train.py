@@ -301,16 +301,12 @@ def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message)
         fine_tune(model, data, config=TrainConfig(**{"schedule": "constant", **fields}))
     with pytest.raises(ValueError, match="model: expected a parameter that requires a gradient"):
         fine_tune(torch.nn.Dropout(), make_data())
-    with pytest.raises(TypeError, match="model: expected a Module, got function"):
-        fine_tune(make_model, make_data())
-    with pytest.raises(TypeError, match="config: expected a TrainConfig, got dict"):
-        fine_tune(model, make_data(), config={})
 
 
 def test_an_optimizer_of_other_parameters_is_refused():
     model = make_model()
     optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
-    with pytest.raises(ValueError, match=r"optimizer: expected parameters .* of shape \[16, 8\]"):
+    with pytest.raises(ValueError, match="optimizer: expected parameters of the model, got"):
         run(model=model, optimizer=lambda _: optimizer)
     some = torch.optim.SGD(model[2].parameters(), 0.1)
     before = [p.detach().clone() for p in model.parameters()]
