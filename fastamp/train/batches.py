@@ -90,13 +90,8 @@ def _make_loader(data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
         return data
-    is_stream = isinstance(data, IterableDataset)
-    return DataLoader(
-        data,
-        config.batch_size,
-        shuffle=shuffle and not is_stream,
-        num_workers=config.num_workers,
-        shard=ranks.has_group() and not is_stream,
-        device=config.chosen_device,
-        seed=config.seed,
-    )
+    options: dict[str, Any] = {"shuffle": shuffle, "shard": ranks.has_group()}
+    if isinstance(data, IterableDataset):
+        options = {}
+    options |= {"num_workers": config.num_workers, "device": config.chosen_device}
+    return DataLoader(data, config.batch_size, seed=config.seed, **options)

@@ -37,9 +37,8 @@ class Checkpointer:
 
     If torch.distributed is initialized, every rank makes a Checkpointer and calls the same methods.
     The first rank writes the file: of FSDP2's shards whole tensors, gathered one by one into its
-    host's memory. `loader` is saved for each rank, the other parts, and `metric`, as on the first.
-    All ranks must be able to read the folder. Any number of ranks, or one process, can restore it;
-    only the same number gets its random numbers back.
+    host's memory, `loader` of each rank, the other parts and `metric` as on the first. Any number
+    of ranks that can read the folder restores it; as many ranks get their random numbers back.
 
     Args:
         folder: is made at the first save; ~ is the home folder.
@@ -51,9 +50,9 @@ class Checkpointer:
         scheduler: of the learning rate.
         keep: how many of the newest checkpoints to keep.
         best: "min" or "max" also keeps the one with the lowest or highest `metric` of `save`.
-        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. Its
-            `check_state_dict(state)`, if it has one, is called before anything is restored, and
-            raises a ValueError for a wrong state.
+        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. If
+            it has `check_state_dict(state)`, that is called before anything is restored, and raises
+            a ValueError for a wrong state.
 
     Raises:
         OSError: the folder cannot be read.
@@ -168,27 +167,26 @@ class Checkpointer:
         """
         known = {*self._parts, "rng"}
         _expect("only", only, f"names of {sorted(known)}", fine=only is None or known >= {*only})
-        state, damage, step = None, "", ranks.first(self._folder.newest)
+        path_of, newest = self._folder.path_of, self._folder.newest
+        state, damage, step = None, "", ranks.first(newest)
         while state is None and step is not None:
             try:
                 state = ranks.together(self._read, step, only)
             except DamagedError as error:  # noqa: PERF203 - one pass, unless there is damage
                 damage += f"{error}; "
-                step = ranks.first(self._folder.newest, step)
+                step = ranks.first(newest, step)
         if state is None and damage:
             msg = f"{damage}there is no whole one; another folder starts anew"
             raise CheckpointError(msg)
         if state is None:
             return None
         if best and state["best"] is None:
-            needs = "Checkpointer(best=...) and save(metric=...)"
-            msg = f"best: there is none until step {state['step']}: it needs {needs}"
+            msg = f"best: there is none until step {state['step']}: no save had a metric"
             raise CheckpointError(msg)
         if best:
             state = ranks.together(self._read, state["best"]["step"], only)
         if damage and ranks.rank() == 0:
-            resumed = self._folder.path_of(state["step"])
-            warnings.warn(f"{damage}resumed from {resumed}", stacklevel=2)
+            warnings.warn(f"{damage}resumed from {path_of(state['step'])}", stacklevel=2)
         self._newest, self._best = state["step"], state["best"]
         for name, part in _chosen(self._parts, only).items():
             ranks.together(load_part, part, state[name])
@@ -212,7 +210,7 @@ class Checkpointer:
         self._signals = Signals(numbers or DEFERRED)
         return self._signals
 
-    def _save(self, step: int, metric: float | Tensor | None) -> None:
+    def _save(self, step: int, metric: Any) -> None:
         state, own = ranks.together(self._collect, step, metric)
         keeps = ranks.rank() == 0
         state = {name: to_saved(value, keeps=keeps) for name, value in state.items()}
@@ -221,9 +219,7 @@ class Checkpointer:
         ranks.first(self._folder.publish, step, best and best["step"], write)
         self._best, self._newest = best, step
 
-    def _collect(
-        self, step: int, metric: float | Tensor | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _collect(self, step: int, metric: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state that is the same on all ranks, and what is this rank's own."""
         best = self._best
         if metric is not None and self._mode is not None:
@@ -249,8 +245,7 @@ class Checkpointer:
         try:
             self._check(state, only, as_many=as_many)
         except ValueError as error:
-            remedies = "restore(only=...) takes some parts; another folder starts anew"
-            msg = f"{path}: {error}; {remedies}"
+            msg = f"{path}: {error}; restore(only=...) takes parts; another folder starts anew"
             raise CheckpointError(msg) from error
         return state
 
@@ -269,8 +264,8 @@ class Checkpointer:
             check_equal({"best": state["best"]["mode"]}, {"best": self._mode})
         loader = chosen.get("loader")
         if not (as_many or loader is None or find_share_of(loader)):
-            wanted = "another number of them needs a fastamp.DataLoader with shard=True"
-            msg = f"{len(state['ranks'])} ranks wrote it, {wanted}"
+            n_ranks = len(state["ranks"])
+            msg = f"{n_ranks} ranks wrote it, other numbers need a fastamp.DataLoader(shard=True)"
             raise ValueError(msg)
 
 
@@ -283,8 +278,7 @@ def _part(name: str, part: Any) -> Any:
     """Return a part without what DDP, torch.compile, Accelerate or Fabric has put around it."""
     _expect(name, name, "another name: checkpoints use this one", fine=name not in _OWN_NAMES)
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-        wanted = "expected an object with state_dict and load_state_dict"
-        msg = f"{name}: {wanted}, got {type(part).__name__}"
+        msg = f"{name}: expected state_dict and load_state_dict, got {type(part).__name__}"
         raise TypeError(msg)
     is_optimizer = isinstance(part, Optimizer)
     inside = getattr(part, "optimizer", None) if is_optimizer else ranks.unwrapped(part)

@@ -19,22 +19,16 @@ from fastamp.train.precision import ALIASES, compute_effective_precision
 
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _MAY_BE_0 = {"seed", "num_workers", "warmup_steps", "weight_decay"}
-_NAMES: dict[str, Collection[str]] = {
-    "optimizer": OPTIMIZERS,
-    "schedule": SCHEDULES,
-    "mode": ("min", "max"),
-    "precision": AUTOCAST,
-}
+_NAMES: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+_NAMES |= {"mode": ("min", "max"), "precision": AUTOCAST}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The options of `fastamp.fine_tune`; every field has a default that works.
 
-    Numbers may be NumPy's. A step is one step of the optimizer, of `accumulate` batches.
-
-    Raises:
-        ValueError: a field has a wrong value; the message names both.
+    A step is one of the optimizer, of `accumulate` batches. Numbers may be NumPy's. A ValueError
+    names a wrong value.
 
     Example:
         >>> config = fastamp.TrainConfig(max_steps=100, lr=3e-4, precision="bf16-mixed")
@@ -84,8 +78,8 @@ class TrainConfig:
     """Steps between evaluations; None evaluates after every epoch. The end is always evaluated."""
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
     """Called at each evaluation with the model in evaluation mode, without gradients; returns named
-    numbers, as {"auc": 0.9}, which `tracker` gets as "val/auc". Of the ranks, which all call it,
-    the first one's numbers count."""
+    numbers, as {"auc": 0.9}, which `tracker` gets as "val/auc". Over ranks the first one's count.
+    """
     metric: str = "loss"
     """What `keep_best` and `patience` compare: "loss", of `val_data`, or a name of `evaluate`."""
     mode: str = "min"
@@ -104,9 +98,8 @@ class TrainConfig:
     keep: int = 3
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False
-    """Also keeps the checkpoint of the best `metric`, written at each evaluation that is the best
-    so far, or without `checkpoint_dir` a copy of the weights on the host. The model has the best
-    weights at the end."""
+    """The model has the weights of the best `metric` at the end. Each new best is saved, and its
+    checkpoint kept; without `checkpoint_dir` a copy is on the host."""
     resume: bool = True
     """Resumes from the newest checkpoint, see `max_steps`. With False a folder that has checkpoints
     is a ValueError."""

@@ -50,8 +50,7 @@ class Loop:
         if self.n_steps is None and n_batches is not None:
             self.n_steps = config.epochs * math.ceil(n_batches / config.accumulate)
         if self.n_steps is None and config.schedule != "constant":
-            problem = "needs max_steps for data without a length; 'constant' does not"
-            msg = f"schedule: {config.schedule!r} {problem}"
+            msg = f"schedule: {config.schedule!r} needs max_steps for data without a length"
             raise ValueError(msg)
         if self.n_ranks == 1:
             model.to(self.device)
@@ -115,8 +114,7 @@ class Loop:
             elif config.keep_best and self.checkpointer and self.checkpointer.best_path:
                 self.checkpointer.restore(only=("model",), best=True)
         if config.progress and is_first:
-            ends = "; ended by patience" * self.progress.lost_patience
-            _LOG.warning("fine_tune: %s%s", "; ".join(str(result).splitlines()), ends)
+            _LOG.warning("fine_tune: %s", "; ".join(str(result).splitlines()))
         return result
 
     def _at(self, step: int) -> str:
@@ -270,8 +268,7 @@ class Loop:
         config, place = self.config, self.progress
         folder = Folder(config.checkpoint_dir or "", keep=config.keep)
         if not config.resume and (newest := folder.newest()) is not None:
-            has = f"{folder.path} has the checkpoint of step {newest}"
-            msg = f"resume: expected True, as {has}; another folder starts anew"
+            msg = f"resume: expected True, as {folder.path} has the checkpoint of step {newest}"
             raise ValueError(msg)
         parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         parts |= {"scaler": self.scaler, "progress": place, "tracker": self.tracker}

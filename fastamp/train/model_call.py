@@ -90,8 +90,8 @@ class ModelCall:
         """Return how many targets of a batch count: the weight of its loss, which is their mean.
 
         The elements of the target, without -100 where they are integers; `n_samples` if it is no
-        tensor. Override it for a loss that leaves out others, or that is no mean: it returns a
-        number, or a 0-dim tensor on the target's device, which is not waited for.
+        tensor. A loss that leaves out others, or that is no mean, needs a `count` of its own: 0, or
+        a 0-dim tensor on the target's device, which is not waited for.
         """
         if not isinstance(target, Tensor):
             return n_samples
@@ -109,7 +109,7 @@ class ModelCall:
             return model(*inputs)
         if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
             return model(inputs)
-        takes_labels = _takes(type(unwrapped(model)).forward, "labels")
+        takes_labels = _takes_labels(type(unwrapped(model)).forward)
         output = model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
         # A model of nanoGPT's form returns the loss after the predictions.
         is_last = "targets" in inputs and isinstance(output, tuple) and _read(output)[0] is None
@@ -133,8 +133,7 @@ class ModelCall:
         loss, predictions = _read(output)
         if self.loss_fn is not None or loss is None:
             if not isinstance(predictions, Tensor):
-                got = type(output).__name__
-                msg = f"output: expected a tensor, logits or a loss, got {got}"
+                msg = f"output: expected a tensor, logits or a loss, got {type(output).__name__}"
                 raise TypeError(msg)
             loss = (self.loss_fn or _default_loss)(_in_float32(predictions), target)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -157,8 +156,7 @@ def _read(output: Any) -> tuple[Any, Any]:
 
 def _default_loss(output: Tensor, target: Any) -> Tensor:
     if not isinstance(target, Tensor):
-        got = type(target).__name__
-        msg = f"target: expected a tensor, got {got}; give a loss_fn or let the model return a loss"
+        msg = f"target: expected a tensor without a loss_fn, got {type(target).__name__}"
         raise TypeError(msg)
     shapes = f"output {tuple(output.shape)}, target {tuple(target.shape)} of {target.dtype}"
     if not _is_integer(target) and output.shape == target.shape:
@@ -188,7 +186,6 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 @cache
-def _takes(forward: Callable[..., object], name: str) -> bool:
+def _takes_labels(forward: Callable[..., object]) -> bool:
     parameters = inspect.signature(forward).parameters
-    any_name = name == "labels" and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return name in parameters or any_name
+    return "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

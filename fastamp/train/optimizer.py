@@ -6,14 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-}
+OPTIMIZERS: dict[str, Any] = {kind.__name__.lower(): kind for kind in (AdamW, Adam, SGD, Adagrad)}
 SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps after the warm-up
     "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
     "linear": lambda share: 1 - share,

@@ -16,7 +16,7 @@ def compute_effective_precision(
     cuda_available: bool | None = None,  # noqa: FBT001
     use_gpu: bool = True,  # noqa: FBT001, FBT002
 ) -> str:
-    """Combine a requested precision with a switch for mixed precision.
+    """Return Lightning's full name of a requested precision and a switch for mixed precision.
 
     With `use_amp=None` the result is `requested`, on every device (Lightning itself replaces
     "16-mixed" by bf16 on a CPU). With True and a GPU it is `requested` made mixed: bf16 stays bf16,
@@ -30,9 +30,6 @@ def compute_effective_precision(
         use_amp: switches mixed precision on or off; None leaves it to `requested`.
         cuda_available: whether there is a GPU; None asks torch, if the result depends on it.
         use_gpu: whether the run would use a GPU.
-
-    Returns:
-        Lightning's full name, for `Trainer(precision=...)`.
 
     Raises:
         ValueError: `requested` is none of these names.

@@ -21,12 +21,9 @@ class Progress:
         self._fixed: dict[str, Any] = {name: getattr(config, name) for name in _FIXED}
         self._fixed |= {"precision": config.effective_precision, "total_steps": n_steps}
         self._fixed["learning rates of groups"] = schedule.base_lrs
-        self._sign = 1 if config.mode == "min" else -1
         self.step = self.epoch = self.evaluated_at = 0
-        self.is_within = False
-        """Whether the epoch has begun."""
-        self.best = self._sign * math.inf
-        """The best metric; infinite until the first evaluation."""
+        self.is_within = False  # an epoch that has begun
+        self.best = math.inf  # of the metrics, which are negative where a higher one is better
         self.n_worse = 0  # evaluations since the best one
         self.is_stopped = False  # by the user's callback
 
@@ -42,16 +39,12 @@ class Progress:
         has_steps = self.epoch < config.epochs
         if config.max_steps is not None:
             has_steps = self.step < config.max_steps
-        return not has_steps or self.is_stopped or self.lost_patience
-
-    @property
-    def lost_patience(self) -> bool:
-        """Whether as many evaluations as `patience` says were no better than the best one."""
-        return self.n_worse >= (self._config.patience or math.inf)
+        return not has_steps or self.is_stopped or self.n_worse >= (config.patience or math.inf)
 
     def compare(self, value: float) -> bool:
         """Count an evaluation; return whether it is the best one."""
-        is_best = self._sign * value < self._sign * self.best
+        value = value if self._config.mode == "min" else -value
+        is_best = value < self.best
         self.best, self.n_worse = (value, 0) if is_best else (self.best, self.n_worse + 1)
         return is_best
 

@@ -53,9 +53,9 @@ def together(action: Callable[..., Any], *args: Any) -> Any:
         value = action(*args)
     except Exception as raised:  # noqa: BLE001 - else the other ranks would wait for this one
         error = raised
-    for each, raised_there in enumerate(gather(error and _sendable(error))):
-        if raised_there is not None:
-            raise error if error is not None and each == rank() else raised_there
+    errors = [each for each in gather(error and _sendable(error)) if each is not None]
+    if errors:
+        raise errors[0] from error
     return value
 
 

