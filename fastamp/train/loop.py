@@ -157,13 +157,14 @@ class Loop:
 
         if is_due(config.eval_every) and self.progress.evaluated_at != step:
             self._evaluate()
-        saves = is_due(config.checkpoint_every) or (config.keep_best and self.compared is not None)
-        saves = saves and self.saved_at != self.progress.place
-        if self.checkpointer is not None and (saves or self.data.has_state):
-            # Where it is not due, only if a signal has come.
-            every = None if saves else step + 1
-            self.checkpointer.save(step, every=every, metric=self.compared)
-            self.saved_at = self.progress.place if saves else self.saved_at
+        if self.checkpointer is not None:
+            saves = config.keep_best and self.compared is not None
+            saves = saves or is_due(config.checkpoint_every)
+            if saves and self.saved_at != self.progress.place:
+                self.checkpointer.save(step, metric=self.compared)
+                self.saved_at = self.progress.place
+            elif self.data.has_state:
+                self.checkpointer.save(step, every=step + 1)  # only if a signal has come
         if config.tracker is not None and step % config.log_every == 0:
             self.tracker.flush()
 

@@ -14,7 +14,7 @@ class Curve(NamedTuple):
     `pyplot.plot(*curve)` draws it.
 
     Example:
-        >>> fastamp.train.Curve(np.array([1, 2]), np.array([0.5, 0.25])).values.min()
+        >>> print(fastamp.train.Curve(np.array([1, 2]), np.array([0.5, 0.25])).values.min())
         0.25
     """
 

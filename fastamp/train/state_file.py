@@ -45,12 +45,8 @@ def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
 
     A DamagedError says that it is not whole, any other CheckpointError that it cannot be read.
     """
-    damaged = None
     try:
-        if compares_sums:  # torch.load does not
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-        state: Any = _load(path) if damaged is None else None
+        state = _load(path, compares_sums=compares_sums)
     except Exception as error:  # unpickling a damaged file can raise anything
         is_of_machine = isinstance(error, OSError) and error.errno != errno.EIO
         if is_of_machine or isinstance(error, MemoryError):
@@ -58,9 +54,6 @@ def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
             raise CheckpointError(msg) from error
         msg = f"{path}: is damaged: {_explain(error)}"
         raise DamagedError(msg) from error
-    if damaged is not None:
-        msg = f"{path}: is damaged: the sum of {damaged} is wrong"
-        raise DamagedError(msg)
     found = state.get("format") if isinstance(state, dict) else None
     if found != _FORMAT:
         msg = f"{path}: expected {_FORMAT!r}, got {found!r}"
@@ -68,7 +61,13 @@ def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
     return state  # type: ignore[no-any-return]
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, *, compares_sums: bool = False) -> Any:
+    if compares_sums:  # torch.load does not
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            msg = f"the sum of {damaged} is wrong"
+            raise zipfile.BadZipFile(msg)
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
