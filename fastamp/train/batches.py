@@ -16,22 +16,16 @@ from fastamp.train.config import TrainConfig
 
 
 class Batches:
-    """Batches on a device, each with the number of its samples.
+    """Batches on a device, each with the number of its samples."""
 
-    A loader with `state_dict` and `load_state_dict`, as fastamp's, resumes within a pass. Any other
-    iterable begins its next pass.
-    """
-
-    def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> None:
+    def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool = False) -> None:
         self._name, self._device = name, config.chosen_device
         self.loader: Any = _make_loader(data, config, shuffle=shuffle)
         self._is_moved = self.loader is not data  # ours, which moves them to the device
-        self.has_state = False
-        """Whether the loader can resume within a pass."""
+        self.has_state = False  # with which the loader resumes within a pass
         with suppress(AttributeError, TypeError):  # a position that cannot be known
             self.has_state = self.loader.state_dict() is not None
-        self.is_resumed = False
-        """Whether the next pass continues one, of which no batch may be left."""
+        self.is_resumed = False  # a pass, of which no batch may be left
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Start a pass, or continue the one of a loaded state."""
@@ -47,16 +41,12 @@ class Batches:
     @property
     def n_batches(self) -> int | None:
         """Batches in a pass; None if the loader has no length."""
-        try:
+        with suppress(TypeError):
             return len(self.loader)
-        except TypeError:
-            return None
+        return None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, or else its samplers, and the dataset which epoch comes next.
-
-        So do Hugging Face's Trainer and Lightning. A resumed pass is told its own epoch again.
-        """
+        """Tell the loader, or else its samplers, and the dataset which epoch begins or resumes."""
         has_own = hasattr(self.loader, "set_epoch")
         informed = [self.loader] if has_own else find_samplers(self.loader)
         for each in (*informed, getattr(self.loader, "dataset", None)):
@@ -71,8 +61,7 @@ class Batches:
 def count_samples(batch: Any) -> int:
     """Return how many samples a batch has: the length of its first column that is a tensor.
 
-    Without any it is the length of its first list, which holds a value for each sample, as images
-    or sequences of a size of their own.
+    Without any its first list holds a value for each sample, as images of a size of their own.
     """
     if isinstance(batch, (list, tuple)):
         columns: Any = batch

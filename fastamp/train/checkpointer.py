@@ -212,8 +212,7 @@ class Checkpointer:
 
     def _save(self, step: int, metric: Any) -> None:
         state, own = ranks.together(self._collect, step, metric)
-        keeps = ranks.rank() == 0
-        state = {name: to_saved(value, keeps=keeps) for name, value in state.items()}
+        state = {name: to_saved(value, keeps=ranks.rank() == 0) for name, value in state.items()}
         state["ranks"] = ranks.gather(own)
         best, write = state["best"], partial(write_file, state=state)
         ranks.first(self._folder.publish, step, best and best["step"], write)
@@ -224,9 +223,8 @@ class Checkpointer:
         best = self._best
         if metric is not None and self._mode is not None:
             number = float(metric.item() if isinstance(metric, Tensor) else metric)
-            # NaN is not better.
             before = _SIGNS[self._mode] * math.inf if best is None else best["metric"]
-            if _SIGNS[self._mode] * (before - number) > 0:
+            if _SIGNS[self._mode] * (before - number) > 0:  # NaN is not better
                 best = {"step": step, "metric": number, "mode": self._mode}
         state = {"step": step, "best": best, **describe(self._parts)}
         states = {name: part.state_dict() for name, part in self._parts.items()}

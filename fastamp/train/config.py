@@ -34,9 +34,6 @@ class TrainConfig:
         >>> config = fastamp.TrainConfig(max_steps=100, lr=3e-4, precision="bf16-mixed")
         >>> config.effective_precision
         'bf16-mixed'
-        >>> fastamp.TrainConfig(lr=-1)
-        Traceback (most recent call last):
-        ValueError: lr: expected float above 0, got -1
     """
 
     epochs: int = 3
@@ -78,8 +75,7 @@ class TrainConfig:
     """Steps between evaluations; None evaluates after every epoch. The end is always evaluated."""
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
     """Called at each evaluation with the model in evaluation mode, without gradients; returns named
-    numbers, as {"auc": 0.9}, which `tracker` gets as "val/auc". Over ranks the first one's count.
-    """
+    numbers, as {"auc": 0.9}, which `tracker` gets as "val/auc". The first rank's ones count."""
     metric: str = "loss"
     """What `keep_best` and `patience` compare: "loss", of `val_data`, or a name of `evaluate`."""
     mode: str = "min"
@@ -107,8 +103,7 @@ class TrainConfig:
     """Logs a line when the run begins and when it ends, and shows a bar on a terminal, if tqdm is
     installed. Without it only a run that is resumed logs a line."""
     tracker: MetricsTracker | None = None
-    """Receives "train/loss", "train/lr", "val/loss" and those of a watched scaler, by steps from 1.
-    """
+    """Receives "train/loss", "train/lr", "val/loss" and those of a watched scaler, from step 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
     """The loss of predictions and target, see `ModelCall.loss`. A module with parameters to train
     is a ValueError: the model has to hold it, and return the loss."""

@@ -15,10 +15,9 @@ _NAME = re.compile(r"step-([0-9]{8,})\.pt")
 
 
 class Folder:
-    """The checkpoints of one run in one folder, `step-00000123.pt` and the like.
+    """The checkpoints of one run, of which `keep` of the newest stay.
 
-    All that is in the folder when the run begins is the run's own. Nothing is written before
-    `publish`. `keep` is how many of the newest checkpoints to keep.
+    All that is in the folder when the run begins is its own. Nothing is written before `publish`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int) -> None:
@@ -40,10 +39,7 @@ class Folder:
         return max((step for step in self._own if step < before), default=None)
 
     def publish(self, step: int, best: int | None, write: Callable[[Path], None]) -> None:
-        """Let a step's checkpoint be written and synced, rename it, and remove others.
-
-        The newest ones up to this step stay, and the one of the step `best`.
-        """
+        """Let a step's checkpoint be written, and rename it; the newest and the best one stay."""
         with self._named(f"{self.path_of(step).name} cannot be written"):
             made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
@@ -55,8 +51,7 @@ class Folder:
             try:
                 write(part)
                 if others := self._list() - self._own:
-                    name = self.path_of(max(others)).name
-                    msg = f"another run has saved {name} in this folder since this run began"
+                    msg = f"another run has saved {self.path_of(max(others)).name} in this folder"
                     raise FileExistsError(errno.EEXIST, msg)
                 part.replace(self.path_of(step))
             finally:

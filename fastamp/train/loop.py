@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 
 from fastamp._progress import progress
 from fastamp.metrics import MetricsTracker
-from fastamp.metrics.sinks import Logged
 from fastamp.step import GradScaler
 from fastamp.train import ranks
 from fastamp.train.batches import Batches
@@ -40,9 +39,7 @@ class Loop:
         self.config, self.model, self.n_ranks = config, model, ranks.count()
         self.device, self.precision = config.chosen_device, config.effective_precision
         self.data = Batches("train_data", train_data, config, shuffle=True)
-        self.held_out = None
-        if val_data is not None:
-            self.held_out = Batches("val_data", val_data, config, shuffle=False)
+        self.held_out = None if val_data is None else Batches("val_data", val_data, config)
         self.evaluates = self.held_out is not None or config.evaluate is not None
         self.model_call = config.model_call or ModelCall(config.loss_fn)
         self._check()
@@ -79,13 +76,9 @@ class Loop:
     def _check(self) -> None:
         """Raise an error if the data or the model's call cannot do what the options ask for."""
         config = self.config
-        if (
-            (config.keep_best or config.patience)
-            and self.held_out is None
-            and config.metric == "loss"
-        ):
-            name = "keep_best" if config.keep_best else "patience"
-            msg = f"{name}: expected val_data, whose loss says which is best, got None"
+        compares = config.keep_best or config.patience is not None
+        if compares and self.held_out is None and config.metric == "loss":
+            msg = "keep_best, patience: expected val_data, whose loss says which is best, got None"
             raise ValueError(msg)
         every = config.checkpoint_every or (config.keep_best and config.eval_every)
         if every and config.checkpoint_dir is not None and not self.data.has_state:
@@ -291,7 +284,7 @@ class Loop:
         self.resumed += f", its next learning rate is {self.schedule.lr:g}"
         return checkpointer
 
-    def _hand_on(self, scalars: list[Logged]) -> None:
+    def _hand_on(self, scalars: list[Any]) -> None:
         """Pass our tracker's scalars on to the user's."""
         tracker: Any = self.config.tracker
         for scalar in scalars:
@@ -301,10 +294,7 @@ class Loop:
 
 
 def share(loss: Tensor, n: Any, n_targets: Any) -> Tensor:
-    """Return a batch's share of the mean loss over all targets, of which it has `n`.
-
-    The loss of a batch without targets may be NaN: it becomes 0, and so do its gradients.
-    """
+    """Return a batch's share of the mean loss over all targets, of which it has `n`; 0 if none."""
     if isinstance(n, Tensor) or isinstance(n_targets, Tensor):
         n = torch.as_tensor(n, dtype=torch.float64, device=loss.device)
         weight = torch.where(n > 0, n / n_targets, 0.0).to(loss.dtype)

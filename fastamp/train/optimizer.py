@@ -19,10 +19,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps 
 def make_optimizer(
     model: nn.Module, kind: str | Callable[[list[nn.Parameter]], Optimizer], **options: Any
 ) -> Optimizer:
-    """Return the optimizer of a model's parameters that require a gradient.
-
-    A callable gets no options. Adam and AdamW are fused where torch supports that.
-    """
+    """Return the optimizer of what requires a gradient in a model; a callable gets no options."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         msg = "model: expected a parameter that requires a gradient, it has none"
@@ -56,18 +53,17 @@ def place_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> None:
 class Schedule:
     """The learning rate, which advances after a step that was taken.
 
-    The flag `found_inf` of a step is read when the rate of the next step is asked for, or before a
-    checkpoint. On CUDA it is copied to the host while the device works, which by then still has the
-    next step's forward and backward pass to do: reading the flag does not make it idle.
+    The flag `found_inf` of a step is read when the next step's rate is asked for, or before a
+    checkpoint. On CUDA it is copied to the host meanwhile: the device, which then still has the
+    next step's passes to do, does not become idle.
     """
 
     def __init__(self, optimizer: Optimizer, lr_factor: Callable[[int], float]) -> None:
         self._optimizer, self._lr_factor = optimizer, lr_factor
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self.n_taken = 0
-        """How many steps were taken, without the last one while its flag is not read."""
+        self.n_taken = 0  # steps, without the last one while its flag is not read
+        # That flag, and on CUDA the event of its copy into pinned memory.
         self._unread: tuple[Tensor, torch.cuda.Event | None] | None = None
-        """The flag of the last step, and on CUDA the event of its copy into pinned memory."""
         self.set_lr()
 
     @property

@@ -24,9 +24,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What `fastamp.fine_tune` returns; `str` of it is the summary.
-
-    Curves and counts are of the whole run, including the part before it was resumed.
+    """What `fastamp.fine_tune` returns, of the whole run if it was resumed; `str` is the summary.
 
     Example:
         >>> config = fastamp.TrainConfig(max_steps=2, device="cpu")

@@ -20,8 +20,7 @@ def fine_tune(
 ) -> TrainResult:
     """Train a model in place: fine-tune a pretrained one, or train one from scratch.
 
-    1. The model moves to the device. A run in `config.checkpoint_dir` is resumed; the log says
-       "resumed at step N of M".
+    1. The model moves to the device. A run in `config.checkpoint_dir` is resumed, as the log says.
     2. A step: for each of `config.accumulate` batches forward and loss under autocast, and backward
        of the scaled loss; then unscale, check, clip and step at once. The gradient is that of the
        mean over the step's targets, without those that are -100 (`ModelCall.count`): one batch of 8
@@ -46,8 +45,7 @@ def fine_tune(
     with as many steps in all or more, resumes with the rest of the epoch and new random numbers.
 
     Args:
-        model: if it is in evaluation mode itself, all modules train. At the end each module has the
-            mode that it had before.
+        model: modules keep their modes; if it is in evaluation mode itself, all of them train.
         train_data: a Dataset, as a list of samples is one, or tensors (one, or a tuple or dict of
             them), which are shuffled; a DataLoader; or any other iterable of batches, see
             `ModelCall.split`, as `torch.utils.data.DataLoader(batches, batch_size=None)` for a

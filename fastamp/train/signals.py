@@ -12,18 +12,14 @@ DEFERRED = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """Defers signals until `deliver`, or the end of a `with` block; a second one acts at once.
-
-    Only in the main thread, and only signals that are not ignored.
-    """
+    """Defers signals, in the main thread, until `deliver` or the end of a `with` block."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         in_main = threading.current_thread() is threading.main_thread()
         handlers = {number: signal.getsignal(number) for number in numbers if in_main}
         ignored = (signal.SIG_IGN, None)
         self._handlers = {n: each for n, each in handlers.items() if each not in ignored}
-        self.received: int | None = None
-        """The latest signal that was deferred."""
+        self.received: int | None = None  # the latest one
         self._set(self._receive)
 
     def __enter__(self) -> Self:
@@ -53,4 +49,4 @@ class Signals:
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
-        signal.signal(number, self._handlers[number])
+        signal.signal(number, self._handlers[number])  # a second one acts at once

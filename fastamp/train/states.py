@@ -15,10 +15,7 @@ from fastamp.step.shards import is_spread
 
 
 def to_saved(state: Any, *, keeps: bool) -> Any:
-    """Return a state of whole tensors; all ranks call this.
-
-    Shards are gathered one by one, onto the host where a rank `keeps` them.
-    """
+    """Return a state with whole tensors; all ranks call this, and one `keeps` them on its host."""
 
     def saved(leaf: Any) -> Any:
         if not is_spread(leaf):
@@ -46,8 +43,7 @@ def load_part(part: Any, state: Any) -> None:
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load an optimizer's state: as shards beside shards, and in the dtypes that were saved.
 
-    torch casts them to the parameter's: of bfloat16 parameters Adafactor keeps float32 states. An
-    optimizer that loads in a way of its own, as a lean one, chooses the dtypes itself.
+    torch casts them to the parameter's, where Adafactor has float32. A lean optimizer does not.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     places = [place for group in state["param_groups"] for place in group["params"]]
@@ -106,15 +102,17 @@ def check_model(saved: dict[str, Any], own: dict[str, Any], part: str) -> None:
         raise ValueError(msg)
     tensors = [k for k, v in own.items() if isinstance(v, Tensor)]
     tensors = [k for k in tensors if not k.endswith("_extra_state")]  # the model's own business
-    check_equal(*({k: _format(each[k]) for k in tensors} for each in (saved, own)))
+
+    def format_of(value: Any) -> str:
+        return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else short(value)
+
+    check_equal(*({k: format_of(each[k]) for k in tensors} for each in (saved, own)))
 
 
 def describe(parts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the class names of parts, and the names of each optimizer's parameters by place.
-
-    FSDP2 renames the classes of modules. torch restores the states of parameters by place.
-    """
+    """Return the class names of parts, and for torch's places of parameters their names."""
     modules = {part: each for part, each in parts.items() if isinstance(each, nn.Module)}
+    # FSDP2 renames the classes of modules.
     kinds = {part: "Module" if part in modules else type(parts[part]).__name__ for part in parts}
     named = ((part, *each) for part in modules for each in modules[part].named_parameters())
     own = {id(parameter): f"{part}.{name}" for part, name, parameter in named}
@@ -124,8 +122,3 @@ def describe(parts: dict[str, Any]) -> dict[str, dict[str, Any]]:
             placed = enumerate(p for group in optimizer.param_groups for p in group["params"])
             names[part] = {f"{part}[{place}]": own.get(id(p)) for place, p in placed}
     return {"kinds": kinds, "names": names}
-
-
-def _format(value: Any) -> str:
-    """Return a tensor's dtype and shape, or the value."""
-    return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else short(value)

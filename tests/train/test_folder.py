@@ -14,7 +14,7 @@ def test_another_run_that_saves_in_the_folder_is_told_at_the_next_save(tmp_path)
     first, second = Loop(tmp_path).checkpointer, Loop(tmp_path).checkpointer
     first.save(1)
     text = rf"{tmp_path}: step-00000002\.pt cannot be written: another run has saved step-"
-    with pytest.raises(FileExistsError, match=text + r"00000001\.pt in this folder since"):
+    with pytest.raises(FileExistsError, match=text + r"00000001\.pt in this folder"):
         second.save(2)
     first.save(3)
     assert names(tmp_path) == ["step-00000001.pt", "step-00000003.pt"]
