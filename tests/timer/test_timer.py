@@ -353,3 +353,21 @@ def test_a_timer_frees_what_it_holds(backend):
     assert count() == before + 2
     del timer
     assert count() == before
+
+
+def test_regions_end_also_if_the_end_of_one_inside_raises(backend, monkeypatch):
+    ends = iter([OSError("broken")])
+
+    def end(_start_ns, _end_ns):
+        for error in ends:
+            raise error
+
+    monkeypatch.setattr(Extras, "begin", lambda *_: end)
+    monkeypatch.setattr(profiler, "_is_profiler_enabled", True)  # so that `begin` is called
+    timer = Timer("cpu")
+    outer = timer("outer")
+    for name in ("outer", "inner", "broken"):
+        timer.start(name)
+    with pytest.raises(OSError, match="broken"):
+        outer.__exit__(None, None, None)
+    assert counts(timer) == {"outer": 1, "outer/inner": 1, "outer/inner/broken": 1}
