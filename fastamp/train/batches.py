@@ -67,11 +67,12 @@ def count_samples(batch: Any) -> int:
         columns: Any = batch
     else:
         columns = [*batch.values()] if isinstance(batch, Mapping) else [batch]
-    tensors = [column for column in columns if isinstance(column, Tensor)]
+    for column in columns:
+        if isinstance(column, Tensor):
+            return len(column) if column.ndim else 1
     lists = [column for column in columns if isinstance(column, (list, tuple))]
-    first: Any = (tensors or lists or tree_leaves(columns) or [None])[0]
-    has_rows = first.ndim > 0 if isinstance(first, Tensor) else isinstance(first, (list, tuple))
-    return len(first) if has_rows else 1
+    tensors = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, Tensor) and leaf.ndim]
+    return len((lists or tensors or [[None]])[0])
 
 
 def _make_loader(data: Any, config: TrainConfig, *, shuffle: bool) -> Any:

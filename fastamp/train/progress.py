@@ -58,7 +58,8 @@ class Progress:
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
         theirs, ours = (each["total_steps"] for each in (state["config"], self._fixed))
-        may_differ = {"total_steps"} if (theirs or 0) < (ours or math.inf) else set()
+        is_longer = (theirs or 0) < (ours or math.inf)
+        may_differ = {"total_steps", "warmup_steps"} if is_longer else set()
         if state["n_ranks"] != ranks.count():
             may_differ |= {"batch_size", "accumulate"}
         check_equal(state["config"], self._fixed, may_differ)

