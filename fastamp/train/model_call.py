@@ -68,8 +68,8 @@ class ModelCall:
         (x, y)                         x            y; for a language model it is already shifted
         (a, b, ..., y)                 (a, b, ...)  y
         integers [batch, time], alone  the batch    the same, shifted by one: a language model
-        a mapping                      the batch    "labels"; "label" is renamed so, as by Hugging
-                                                    Face's collators
+        a mapping                      the batch    "labels" or "targets"; "label" is renamed, as
+                                                    by Hugging Face's collators
         anything else                  the batch    None: the model computes its loss
         =============================  ===========  ============================================
         """
@@ -84,7 +84,7 @@ class ModelCall:
             return batch, None
         if "label" in batch and "labels" not in batch:
             batch = {{"label": "labels"}.get(key, key): batch[key] for key in batch}
-        return batch, batch.get("labels")
+        return batch, batch.get("labels", batch.get("targets"))
 
     def count(self, target: Any, n_samples: int) -> int | Tensor:
         """Return how many targets of a batch count: the weight of its loss, which is their mean.
@@ -156,7 +156,7 @@ def _read(output: Any) -> tuple[Any, Any]:
 
 def _default_loss(output: Tensor, target: Any) -> Tensor:
     if not isinstance(target, Tensor):
-        msg = f"target: expected a tensor without a loss_fn, got {type(target).__name__}"
+        msg = f"target: expected a tensor, or a loss_fn, got {type(target).__name__}"
         raise TypeError(msg)
     shapes = f"output {tuple(output.shape)}, target {tuple(target.shape)} of {target.dtype}"
     if not _is_integer(target) and output.shape == target.shape:
