@@ -213,32 +213,20 @@ def test_last(): pass
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "status", "end"),
-    [
-        (TESTS, [], 1, "cut short"),
-        ("def test_other(): pass", [], 0, "no tests"),
-        ("", ["--limit", "0"], 1, "left out: no time"),
-    ],
-)
-def test_each_test_leaves_a_line_and_the_last_one_names_the_end(
-    text, words, status, end, tmp_path, script
-):
-    file, begun = tmp_path / "test_one.py", tmp_path / "test_one.py.begun"
-    file.write_text(text)
-    command = [sys.executable, SCRIPTS / "gpu_tests.py", *words, file]
+def test_each_test_leaves_a_line_and_a_file_that_is_cut_short_says_so(tmp_path, script):
+    file = tmp_path / "test_one.py"
+    file.write_text(TESTS)
+    command = [sys.executable, SCRIPTS / "gpu_tests.py", file]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    if text == TESTS:
-        wait_until(process, begun.exists)
-        process.terminate()
-    lines = [json.loads(line) for line in process.communicate(timeout=60)[0].splitlines()]
-    assert (process.returncode, lines[-1]["end"]) == (status, end)
-    if text == TESTS:
-        text = "\n".join(json.dumps(line) for line in [{"part": "tests", "device": "D"}, *lines])
-        record = script("gpu_record")
-        [file] = record.shorten(record.read(text)["tests"])["files"].values()
-        assert (file["passed"], file["ran"]) == (1, ["test_first", "test_wrong"])
-        assert "assert [1] == [2]" in file["failures"][0]["why"]
+    wait_until(process, Path(f"{file}.begun").exists)
+    process.terminate()
+    out = process.communicate(timeout=60)[0]
+    assert (process.returncode, json.loads(out.splitlines()[-1])["end"]) == (1, "cut short")
+    record = script("gpu_record")
+    lines = json.dumps({"part": "tests", "device": "D"}) + "\n" + out
+    [of_file] = record.shorten(record.read(lines)["tests"])["files"].values()
+    assert (of_file["passed"], of_file["ran"]) == (1, ["test_first", "test_wrong"])
+    assert "assert [1] == [2]" in of_file["failures"][0]["why"]
 
 
 @pytest.fixture
