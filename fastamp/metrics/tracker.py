@@ -45,7 +45,7 @@ class MetricsTracker:
             logged, none is raised. Only the first rank of torch.distributed calls its sinks.
 
     Raises:
-        TypeError: a sink is neither a callable nor a SummaryWriter.
+        TypeError: `sinks` is no list, or a sink neither a callable nor a SummaryWriter.
         ValueError: `capacity` is not an integer of at least 2.
 
     Example:
@@ -65,6 +65,9 @@ class MetricsTracker:
             expected = "an integer of at least 2, for the first and the last value"
             msg = f"capacity: expected {expected}, got {capacity!r}"
             raise ValueError(msg)
+        if not hasattr(sinks, "__iter__"):
+            msg = f"sinks: expected a list, such as sinks=[print], got {sinks!r}"
+            raise TypeError(msg)
         self.last_step = 0
         """The step of the latest call of `log_scalar`."""
         self._capacity = capacity
