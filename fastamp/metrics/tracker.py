@@ -177,7 +177,7 @@ class MetricsTracker:
 
         Call `watch` for a scaler afterwards.
         """
-        loaded = {name: Series.restore(kept) for name, kept in state.items()}
+        loaded = {name: Series.restore(saved) for name, saved in state.items()}
         self._drain(wait=True)  # what was logged before still goes to the sinks
         with self._lock:
             self._series.clear()
@@ -258,8 +258,8 @@ class Transfer:
             return
         # Leaving the stream would make a context on the thread's device if that were another one.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            joined = torch.cat([*map(torch.ravel, values)])
-            self._values = joined.to("cpu", non_blocking=True)  # into pinned memory
+            flat = torch.cat([*map(torch.ravel, values)])
+            self._values = flat.to("cpu", non_blocking=True)  # into pinned memory
             self._event = stream.record_event()
 
     def is_ready(self) -> bool:

@@ -64,10 +64,10 @@ names, runner = {"np": numpy, "torch": torch, "fastamp": fastamp}, doctest.DocTe
 for path in sys.argv[1:]:
     module, _, name = path.rpartition(".")
     described = getattr(importlib.import_module(module), name)
-    found = doctest.DocTestFinder().find(described, path, extraglobs=names)
-    if path not in {test.name for test in found}:
+    tests = doctest.DocTestFinder().find(described, path, extraglobs=names)
+    if path not in {test.name for test in tests}:
         print(path, "has no example")
-    for test in found:
+    for test in tests:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             runner.run(test)
@@ -87,8 +87,8 @@ def read_blocks(page: str) -> list[Block]:
     """Return the fenced blocks of a page."""
     fenced = re.compile(r"^( *)(```+)([^\n`]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
     return [
-        Block(found[3].strip(), page.count("\n", 0, found.start(4)), textwrap.dedent(found[4]))
-        for found in fenced.finditer(page)
+        Block(match[3].strip(), page.count("\n", 0, match.start(4)), textwrap.dedent(match[4]))
+        for match in fenced.finditer(page)
     ]
 
 
@@ -183,7 +183,7 @@ def test_the_start_shows_the_task_that_the_help_shows():
     assert ast.dump(ast.parse(programs[0].text)) == ast.dump(ast.parse(EXAMPLE))
 
 
-@pytest.mark.parametrize("needs", [(), EXTRAS], ids=["own", "integrations"])
+@pytest.mark.parametrize("needs", [(), EXTRAS], ids=["fastamp", "integrations"])
 def test_every_public_name_has_an_example_that_runs(needs, tmp_path):
     for package in needs:
         pytest.importorskip(package)

@@ -55,9 +55,9 @@ def test_pages_and_a_picture_that_differ_from_a_record_are_named_and_made_anew(f
 
 
 def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, monkeypatch, capsys):
-    kept = json.loads((front.RESULTS / "loader.json").read_text())
-    new = kept | {"losses": {"a": [1.0]}, "created": "2030-01-01"}
-    new["races"] = {name: race | {"builds": [[[]], [[]]]} for name, race in kept["races"].items()}
+    before = json.loads((front.RESULTS / "loader.json").read_text())
+    new = before | {"losses": {"a": [1.0]}, "created": "2030-01-01"}
+    new["races"] = {name: race | {"builds": [[[]], [[]]]} for name, race in before["races"].items()}
 
     def run(words, *, check, cwd):
         assert (cwd / "benchmarks").is_dir()
@@ -67,8 +67,8 @@ def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, m
     monkeypatch.setattr(front.subprocess, "run", run)
     assert front.measure("loader") == ""
     written = json.loads((front.RESULTS / "loader.json").read_text())
-    races = {name: race | {"builds": 2} for name, race in kept["races"].items()}
-    assert written == kept | {"created": "2030-01-01", "races": races}
+    races = {name: race | {"builds": 2} for name, race in before["races"].items()}
+    assert written == before | {"created": "2030-01-01", "races": races}
     new |= {"noise": "the machine is too noisy", "losses": {}}
     assert front.main(["--measure", "loader"]) == 3
     assert capsys.readouterr().out == "loader: the machine is too noisy; nothing is kept\n"

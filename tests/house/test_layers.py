@@ -66,15 +66,15 @@ def refused_includes(path: str, text: str) -> list[str]:
 
 def imported(text: str) -> set[str]:
     """Name every fastamp module that a Python file imports, wherever the import stands."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the layer"
             parts = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {part if part in MODULES else str(node.module) for part in parts}
-    return {name for name in found if name.split(".")[0] == "fastamp"}
+            names |= {part if part in MODULES else str(node.module) for part in parts}
+    return {name for name in names if name.split(".")[0] == "fastamp"}
 
 
 def refused_imports(module: str, text: str) -> list[str]:

@@ -79,7 +79,7 @@ def run_python(code: str, *arguments: str, cwd: Path = TESTS, **env: str) -> Fin
 
 def _session(leader: int) -> dict[int, str]:
     """Return the living processes of a session."""
-    found = {}
+    names = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rest = (folder / "stat").read_text().rpartition(")")
@@ -87,5 +87,5 @@ def _session(leader: int) -> dict[int, str]:
             continue
         state, _, _, session = rest.split()[:4]
         if int(session) == leader and state != "Z":
-            found[int(folder.name)] = name
-    return found
+            names[int(folder.name)] = name
+    return names
