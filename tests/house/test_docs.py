@@ -151,7 +151,7 @@ def test_the_programs_of_a_page_run_in_silence(page, tmp_path):
         pytest.skip("FSDP2, torch.compile, torch's checkpoints or an old W&B warn here")
     code = RUN_PAGE.format(programs=programs, page=name_of(page))
     done = run_python(STRICTLY + code, cwd=tmp_path, **ONE_RANK)
-    assert (done.returncode, done.stderr, done.left) == (0, "", []), done.stderr
+    assert (done.returncode, done.stderr, done.survivors) == (0, "", []), done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
