@@ -45,10 +45,10 @@ def test_pages_and_a_picture_that_differ_from_a_record_are_named_and_made_anew(f
     [rows] = [each for each in record["measurements"] if each["name"] == "speedup/tensors"]
     rows["interval"] = {"value": 3.21, "low": 3.2, "high": 3.22}
     path.write_text(json.dumps(record))
-    assert front.main(["--check"]) == 1
+    assert front.main(["--check"]) == front.main(["--check"]) == 1
     said = capsys.readouterr().out.splitlines()
     names = ("README.md", "index.md", "gains.svg")
-    assert said == [f"{name} is not what the records give" for name in names]
+    assert said == [f"{name} is not what the records give" for name in names] * 2
     assert front.main([]) == front.main(["--check"]) == 0
     for path in (*front.PAGES, front.PICTURE):
         assert path.read_text().count("3.21x [3.20, 3.22]") >= 1
