@@ -186,7 +186,8 @@ class Checkpointer:
             ValueError: `only` names no part of this Checkpointer, or a part refuses its state.
         """
         known = {*self._parts, "rng"}
-        _expect("only", only, f"names of {sorted(known)}", fine=only is None or known >= {*only})
+        expected = f"names of {sorted(known)}, such as only=('model',)"
+        _expect("only", only, expected, fine=only is None or known >= {*only})
         ranks.meet("restore")
         state, damage = self._read_newest(only)
         if state is not None and best:
@@ -203,8 +204,12 @@ class Checkpointer:
         self._folder.go_back(state["step"])
         self._newest, self._best = state["step"], state["best"]
         # First the loader: it refuses the state of another one, and nothing has changed then.
-        for name in sorted(self._chosen(only), key=lambda name: name != "loader"):
-            ranks.together(load_part, self._parts[name], state[name])
+        try:
+            for name in sorted(self._chosen(only), key=lambda name: name != "loader"):
+                ranks.together(load_part, self._parts[name], state[name])
+        except ValueError as error:
+            msg = f"{self._folder.path_of(state['step'])}: {name}: {error}"
+            raise ValueError(msg) from error
         if len(state["ranks"]) == ranks.count() and (only is None or "rng" in only):
             set_rng_state(state["rng"])
         return int(state["step"])
