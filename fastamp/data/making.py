@@ -31,7 +31,7 @@ from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers, seeded
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
-from fastamp.data.runners import InThreads, become_worker, here, own_copy
+from fastamp.data.runners import become_worker, here, in_threads, own_copy
 from fastamp.data.sample_rng import Batch, Order, draw_seed, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns
 
@@ -165,7 +165,7 @@ class Making:
             copies.enter_thread()
             return partial(gathered.make, start=copies.start)
 
-        ahead = InThreads(1, "fastamp", begin, self._jobs(), ahead=1)
+        ahead = in_threads(1, "fastamp", begin, self._jobs(), ahead=1)
         return map(partial(change, copies.deliver), ahead)
 
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
@@ -208,7 +208,7 @@ class Making:
                 become_worker(info, loader.worker_init_fn)
             return self._items(info.dataset).make
 
-        return InThreads(count, "fastamp worker", begin, jobs, ahead=ahead)
+        return in_threads(count, "fastamp worker", begin, jobs, ahead=ahead)
 
     def _by_torch(self) -> Iterator[Made]:
         """Return the batches of torch's own loader: its worker processes make them.

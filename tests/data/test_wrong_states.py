@@ -35,31 +35,16 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
         fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(
             fastamp.DataLoader(X, batch_sampler=batches).state_dict()
         )
-    for state in ({}, {"version": 99}, {"version": "3"}, {"epoch": 1, "batch": 2}):
+    for state in (
+        {},
+        {"version": 99},
+        {"version": "3"},
+        {"epoch": 1},
+        {"version": expected["version"]},
+    ):
         with pytest.raises(ValueError, match=r"expected what DataLoader\.state_dict returns"):
             loader.load_state_dict(state)
     assert_same(loader.state_dict(), expected)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("epoch", torch.tensor(3)),
-        ("batch", None),
-        ("consumed", True),
-        ("told_epoch", "1"),
-        ("sample_seed", -1),
-        ("drop_last", None),
-        ("generator", 3),
-    ],
-)
-def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value):
-    loader = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
-    state = loader.state_dict()
-    without = {name: value for name, value in state.items() if name != key}
-    for wrong in ({**state, key: value}, without):
-        with pytest.raises(ValueError, match=f"^state: .*{key}"):
-            loader.load_state_dict(wrong)
 
 
 def test_a_sharded_loader_whose_batches_come_in_any_order_has_no_state():
