@@ -131,16 +131,13 @@ class WorkerItems(Dataset[Any]):
     def __init__(self, items: Items, worker_init_fn: Callable[[int], None] | None) -> None:
         self._items, self._worker_init_fn = items, worker_init_fn
 
-    def __getitems__(self, job: tuple[Any, Order, int]) -> Made:
-        """Return a batch, or its error, to torch's iterator."""
+    def __getitem__(self, job: tuple[Any, Order, int]) -> Made:
         try:
             return self._items.make(*job)
         except Exception:  # noqa: BLE001 - raised where the batch would be taken
             info = torch_worker_info()
             where = f"in DataLoader worker process {info and info.id}"
             return Made(error=ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
-
-    __getitem__ = __getitems__
 
     def init_worker(self, worker_id: int) -> None:
         """Prepare a worker process for the user's code, which sees the user's dataset."""

@@ -229,7 +229,7 @@ class Making:
             dataset = WorkerItems(self._items(dataset, in_process=True), worker_init_fn)
             worker_init_fn = dataset.init_worker
             if inner is not None:
-                (inner.sampler if self.single else inner.batch_sampler).jobs = order.jobs
+                inner.sampler.jobs = order.jobs
         if inner is None:
             inner = self._torchs(dataset, order, worker_init_fn)
             own.inner = inner if loader.persistent_workers and not is_replaced() else None
@@ -244,13 +244,13 @@ class Making:
         options["pin_memory"] = self.own.memory.pinned
         if not loader.num_workers:
             options["prefetch_factor"] = None
+        is_made = isinstance(dataset, WorkerItems)
         if order is None:
             options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        elif self.single:
+        elif self.single or is_made:
             options |= {"batch_size": None, "sampler": order}
         else:
             options["batch_sampler"] = order
-        is_made = isinstance(dataset, WorkerItems)
         options["collate_fn"] = hand_on if is_made else self._items(dataset).collate_fn
         return TorchDataLoader(dataset, worker_init_fn=worker_init_fn, **options)
 
