@@ -209,9 +209,8 @@ def test_more_than_the_free_disk_is_refused(monkeypatch, folder):
 
 @pytest.mark.parametrize("dataset", [Stream([1]), iter([1]), DataLoader([1]), 3, []])
 def test_only_map_style_datasets_with_items_are_taken(dataset):
-    with pytest.raises(
-        (TypeError, ValueError), match="dataset: expected a(t least one| map-style)"
-    ):
+    refused = r"dataset: expected a(t least one| map-style)"
+    with pytest.raises((TypeError, ValueError), match=refused):
         fastamp.in_memory(dataset)
 
 

@@ -281,13 +281,8 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
         fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(
             fastamp.DataLoader(X, batch_sampler=batches).state_dict()
         )
-    for state in (
-        {},
-        {"version": 99},
-        {"version": "3"},
-        {"epoch": 1},
-        {"version": expected["version"]},
-    ):
+    version = expected["version"]
+    for state in ({}, {"version": 99}, {"version": str(version)}, {"version": version}):
         with pytest.raises(ValueError, match=r"expected what DataLoader\.state_dict returns"):
             loader.load_state_dict(state)
     assert_same(loader.state_dict(), expected)
