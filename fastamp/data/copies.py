@@ -212,6 +212,8 @@ class Prefetcher(Iterable[T], Generic[T]):
 
     def __init__(self, iterable: Any, device: torch.device | None, *, thread: bool) -> None:
         self._iterable, self._device, self._thread = iterable, device, thread
+        if has_state(iterable):
+            self.state_dict, self.load_state_dict = iterable.state_dict, iterable.load_state_dict
 
     @untraced
     def __iter__(self) -> Iterator[T]:
@@ -228,10 +230,3 @@ class Prefetcher(Iterable[T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._iterable)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the methods of a state, if the iterable has them."""
-        if name in ("state_dict", "load_state_dict") and has_state(self._iterable):
-            return getattr(self._iterable, name)
-        msg = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(msg)

@@ -48,10 +48,6 @@ _OPTIONS = (
 """The arguments of torch's loader that are handed on as they are."""
 
 
-def no_pass() -> None:
-    """Return nothing: no pass has begun."""
-
-
 @dataclass
 class Options:
     """A loader's options beyond torch's, its place, and what lives longer than a pass."""
@@ -63,8 +59,8 @@ class Options:
     max_bytes: int
     next: Position = field(default_factory=Position)
     """Where the next pass begins."""
-    find_pass: Callable[[], LoaderPass | None] = no_pass
-    """Returns the pass that began last, while it lives."""
+    begun: "ref[LoaderPass] | None" = None
+    """The pass that began last, while it lives."""
     stats: LoaderStats = field(default_factory=LoaderStats)
     memory: Memory | None = None
     base_seed: int | None = None
@@ -74,7 +70,7 @@ class Options:
 
     def begin_at(self, position: Position, sampler: Any) -> None:
         """Let the next pass begin at this position."""
-        self.next = position
+        self.next, self.begun = position, None
         if isinstance(sampler, SeededSampler):
             sampler.place(position.epoch)
 
@@ -105,7 +101,7 @@ def begin_pass(loader: Any, device: torch.device | None) -> LoaderPass:
     batches = Making(loader, position, device).begin()
     own.begin_at(Position(position.epoch + 1, told_epoch=position.told_epoch), sampler)
     begun = LoaderPass(batches, position, own.stats, loader.__len__)
-    own.find_pass = ref(begun)
+    own.begun = ref(begun)
     return begun
 
 
