@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +69,15 @@ def test_large_batches_are_those_of_small_ones(dtype, backend):
     loader = fastamp.DataLoader(TensorDataset(x, y), 32, shuffle=True, seed=1)
     for rows, numbers in loader:
         assert_same(rows, torch.stack([x[i] for i in numbers]))
+
+
+def test_the_core_gathers_windows_of_tokens_and_large_batches_in_one_call(core, monkeypatch):
+    calls = []
+    watched = SimpleNamespace(gather=lambda *a: calls.append(len(a[0])) or core.gather(*a))
+    monkeypatch.setattr(sources, "core_for", lambda _: watched)
+    list(fastamp.DataLoader(fastamp.TokenDataset(np.arange(33, dtype="u2"), 4), 8))
+    list(fastamp.DataLoader(TensorDataset(torch.ones(32, 50_000), torch.arange(32)), 32))
+    assert calls == [2, 1]
 
 
 def test_a_batch_in_use_is_never_written_and_its_memory_comes_back(monkeypatch, backend):

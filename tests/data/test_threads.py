@@ -126,6 +126,21 @@ def test_what_threads_cannot_do_is_refused():
         in_threads(Stateful(9)).state_dict()
 
 
+def test_a_dropped_pass_begins_no_more_batches():
+    gate, done = threading.Event(), []
+
+    def get(index):
+        assert index < 4 or gate.wait(30)
+        done.append(index)
+        return X[index]
+
+    batches = iter(in_threads(Rows(80, get), 4, 1))
+    next(batches)
+    threading.Timer(0.5, gate.set).start()
+    del batches
+    assert done == [*range(8)]
+
+
 @pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
 def test_a_batch_sampler_may_yield_the_same_indices_again(kind):
     class Same:
