@@ -96,16 +96,14 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
     excused = ""
     if {arm.precision for arm in found.arms} == {"fp32"} and "fp32" not in (args.precision or []):
         excused = no_speed_reason(args.device, "bf16") or "no lower precision was raced"
-    batch = args.memory_batch if args.memory_batch not in found.batch_sizes else None
-    judged = targets.judge_targets(found, peaks, args.targets, batch=batch, excused=excused)
+    at = f" at batches of {args.memory_batch}" * bool(args.memory_batch)
+    judged = targets.judge_targets(found, peaks, args.targets, at=at, excused=excused)
     last = judged[0].arm
     more = [Measurement(name="step_time", interval=found.race.time_s(last), arm=last, unit=" s")]
     if (peak := peaks.get(last)) is not None:
         about: dict[str, Any] = {"arm": last, "unit": " bytes", "is_counted": True}
         more.append(Measurement(name="peak_memory", interval=Interval.exact(peak), **about))
-    for name in (last, *(arm.name for arm in found.arms if arm.is_own)):
-        more += targets.measure_accuracy(found, name, f"/{name}" if name != last else "")
-    scores = {arm: [asdict(score) for score in each] for arm, each in found.scores.items()}
+    more += targets.measure_accuracies(found)
     return Report(
         table=targets.make_rows(found),
         races={"training": found.race},
@@ -116,7 +114,7 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
             "parameters": found.parameters,
             "loss": {arm.name: last_loss(found, arm.name) for arm in found.arms},
             "peak_memory_nbytes": peaks,
-            "validation": scores,
+            "validation": {arm: asdict(score) for arm, score in found.scores.items()},
             "shares": found.shares,
             "left_out": found.left_out,
         },

@@ -20,7 +20,6 @@ from typing import TypeAlias
 import torch
 
 import fastamp
-from fastamp._progress import progress
 from fastamp.bench import apart
 from fastamp.bench.environment import find
 from fastamp.bench.race import Build, Case, Plan, Race, collect, run_build
@@ -51,7 +50,7 @@ class Results:
     parameters: int
     batch_sizes: list[int]  # of every step of the first arm, in samples
     losses: dict[str, list[float]]
-    scores: dict[str, list[Score]]  # one each; none where the task has no `evaluate`
+    scores: dict[str, Score]
     shares: dict[str, Shares]  # where the time of a step goes
     workers: int = 0  # of the loaders
     visit_steps: int = 1
@@ -75,8 +74,7 @@ def race_task(
         found.append(apart.run_apart(_train, left, device, seed, count, batch_size, number))
         return {"": found[-1].race.builds[0]}
 
-    with progress(PLAN.builds[-1]) as tick:
-        race = collect(build, [""], PLAN, is_apart=True, tick=tick)[""]
+    race = collect(build, [""], PLAN)[""]
     return replace(found[0], race=race)
 
 
@@ -124,7 +122,7 @@ def _train(
         parameters=sum(parameter.numel() for parameter in first.model.parameters()),
         batch_sizes=[*first.sizes],
         losses=losses,
-        scores={name: each.evaluate() if is_first else [] for name, each in trainers.items()},
+        scores={n: each.evaluate() for n, each in trainers.items()} if is_first else {},
         shares={n: find_shares(each, device) for n, each in trainers.items()} if is_first else {},
         workers=workers,
         visit_steps=steps,
@@ -182,10 +180,9 @@ def find_failures(found: Results) -> list[str]:
 
 def last_loss(found: Results, arm: str) -> float:
     """Return the validation loss, or the mean of the last quarter of the training."""
-    for score in found.scores[arm]:
-        if score.loss is not None:
-            return score.loss
-    curve = found.losses[arm]
+    score, curve = found.scores[arm], found.losses[arm]
+    if score.loss is not None:
+        return score.loss
     return fmean(curve[-(len(curve) // 4 or 1) :] or [math.nan])
 
 

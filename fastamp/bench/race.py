@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fastamp._progress import progress
 from fastamp.bench.cores import MOST_WAITING, Cores, Waiting
 
 CONFIDENCE = 0.95
@@ -163,7 +164,6 @@ class Race:
 
     arms: list[str]
     builds: list[Build] = field(default_factory=list)
-    is_apart: bool = False  # each build is a process of its own; else new objects in one
 
     @property
     def rounds(self) -> list[dict[str, Visit]]:
@@ -252,36 +252,27 @@ def collect(
     build: Callable[[list[str], int], Mapping[str, Build]],
     names: Collection[str],
     plan: Plan,
-    *,
-    is_apart: bool = False,
-    tick: Callable[[], object] = lambda: None,
 ) -> dict[str, Race]:
     """Build races by name, several times; `build` makes the build of a number for these names."""
     races: dict[str, Race] = {}
     unfinished, end_s = [*names], perf_counter() + plan.limit_s * len(names)
-    for number in range(1, plan.builds[-1] + 1):
-        if not unfinished or (number > plan.builds[0] and perf_counter() > end_s):
-            break
-        for name, found in build(unfinished, number).items():
-            races.setdefault(name, Race(arms=found.arms, is_apart=is_apart)).builds.append(found)
-        tick()
-        if number in plan.builds:
-            unfinished = [n for n in unfinished if not races[n].is_narrow(plan.half_width)]
+    with progress(plan.builds[-1]) as tick:
+        for number in range(1, plan.builds[-1] + 1):
+            if not unfinished or (number > plan.builds[0] and perf_counter() > end_s):
+                break
+            for name, found in build(unfinished, number).items():
+                races.setdefault(name, Race(arms=found.arms)).builds.append(found)
+            tick()
+            if number in plan.builds:
+                unfinished = [n for n in unfinished if not races[n].is_narrow(plan.half_width)]
     return races
 
 
-def run_race(
-    make: Callable[[], Case],
-    plan: Plan,
-    *,
-    device: str = "cpu",
-    seed: int = 0,
-    tick: Callable[[], object] = lambda: None,
-) -> Race:
+def run_race(make: Callable[[], Case], plan: Plan, *, device: str = "cpu", seed: int = 0) -> Race:
     """Race arms that `make` builds anew, in this process: for those that no other can make."""
 
     def build(_: list[str], number: int) -> dict[str, Build]:
         gc.collect()  # the build before
         return {"": run_build(make(), plan, device=device, seed=seed * 1000 + number)}
 
-    return collect(build, [""], plan, tick=tick)[""]
+    return collect(build, [""], plan)[""]

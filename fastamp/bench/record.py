@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from fastamp.bench.race import LARGEST_LOG, UNTOLD, Interval, Race, find_noise, verdict_on
 from fastamp.timer.timer import align
 
-SCHEMA_VERSION = 11  # raised when a field of the record is added, removed or changes its meaning
+SCHEMA_VERSION = 12  # raised when a field of the record is added, removed or changes its meaning
 WIDTH = 100  # columns
 MACHINE = ("device", "device_name", "threads")
 BASELINE = "the baseline"  # of a change
@@ -144,7 +144,6 @@ def _describe(race: Race) -> dict[str, Any]:
     }
     return {
         "base": race.arms[0],
-        "is_apart": race.is_apart,
         "waiting": race.waiting(),
         "arms": arms,
         "builds": [

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -258,10 +257,3 @@ def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
             for batch in loader:
                 yield move(batch)
             expect(batch is not nothing, "dataset", "a batch in every pass", "none")
-
-
-def count_samples(batch: Any) -> int:
-    """Return the length of a batch's first tensor, or list, as of images of several sizes."""
-    leaves = tree_leaves(batch, lambda part: isinstance(part, list) and part is not batch)
-    found = (part for part in leaves if isinstance(part, list) or getattr(part, "ndim", False))
-    return next(map(len, found), 1)

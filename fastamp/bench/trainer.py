@@ -7,7 +7,8 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +20,6 @@ from fastamp.bench.tasks import (
     BrokenTask,
     Part,
     compute_loss,
-    count_samples,
     draw,
     find_make,
     make_loader,
@@ -28,6 +28,7 @@ from fastamp.bench.tasks import (
     with_absolute_path,
 )
 from fastamp.step.native import parameters_of
+from fastamp.train.batches import count_samples
 from fastamp.train.loop import modes_kept
 from fastamp.train.random_state import seed_all
 
@@ -82,11 +83,15 @@ def list_arms(task: str, precisions: list[str], own: list[tuple[str, str]]) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What the task's `evaluate` returns of a model; NaN or None is what it does not return."""
+    """What the task's `evaluate` returns of a model."""
 
-    loss: float | None
-    accuracy: float
-    window_accuracies: list[float]  # of each part of the held-out data
+    loss: float | None = None
+    accuracies: list[float] = field(default_factory=list)  # of each part of the held-out data
+
+    @property
+    def accuracy(self) -> float:
+        """The mean over the parts, NaN without any."""
+        return fmean(self.accuracies or [math.nan])
 
 
 _MOVE = Part("model", "its move to the device")
@@ -208,16 +213,16 @@ class Trainer:
         before, self._scale = self._scale, self.scaler.get_scale()
         return self._scale < before
 
-    def evaluate(self) -> list[Score]:
+    def evaluate(self) -> Score:
         """Score the model by the task's own function, if there is one, in its own precision."""
         score = self.training.evaluate
         if score is None:
-            return []
+            return Score()
         with self._ours(), torch.no_grad(), modes_kept(self.model), _EVALUATE:
             self.model.eval()
             with self._autocast():
                 found: Any = score(self.model)
             found = found if isinstance(found, Mapping) else {"accuracy": found}
-            parts = torch.as_tensor(found.get("accuracy", math.nan), dtype=torch.float64).flatten()
+            parts = torch.as_tensor(found.get("accuracy", []), dtype=torch.float64).flatten()
             loss = None if found.get("loss") is None else float(found["loss"])
-        return [Score(loss=loss, accuracy=parts.mean().item(), window_accuracies=parts.tolist())]
+        return Score(loss=loss, accuracies=parts.tolist())

@@ -245,7 +245,7 @@ def make(device, seed):
     return nn.Linear(4, 3), data(), loss, {"evaluate": lambda model: {"loss": 2.5}}
 """
     runner = Trainer(Arm(name="x", task=task(text)), "cpu", 0)
-    [score] = runner.evaluate()
+    score = runner.evaluate()
     assert score.loss == 2.5
     assert score.accuracy != score.accuracy  # it is NaN
 

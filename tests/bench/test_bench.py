@@ -86,7 +86,7 @@ def finished(tmp_path_factory):
 
 def judge(found, peaks=None, excused=""):
     peaks = peaks or dict.fromkeys(NAMES, 100 * MIB)
-    judged = targets.judge_targets(found, peaks, targets.TARGETS, batch=None, excused=excused)
+    judged = targets.judge_targets(found, peaks, targets.TARGETS, excused=excused)
     return {each.name: each for each in judged}
 
 
@@ -211,8 +211,7 @@ def test_a_saving_of_memory_is_met_up_to_its_bound(peak, verdict):
 
 def test_an_accuracy_of_one_number_has_no_interval():
     found = make_results()
-    one = Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5])
-    found.scores.update({name: [one] for name in NAMES})
+    found.scores.update(dict.fromkeys(NAMES, Score(loss=1.0, accuracies=[0.5])))
     gap = judge(found)["accuracy gap"]
     assert (gap.verdict, gap.interval.low) == ("inconclusive", -math.inf)
 

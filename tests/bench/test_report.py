@@ -182,7 +182,7 @@ def test_a_case_is_held_to_its_base_and_to_the_plain_arm(monkeypatch):
     times_s = {"torch": 2.0, PLAIN: 1.0, "fastamp": 0.5}
     case = Case(arms={arm: partial(clock.spend, time_s) for arm, time_s in times_s.items()})
     args = argparse.Namespace(device="cpu", seed=0)
-    found = run_cases(args, QUICK, ["x"], lambda _: case, [])
+    found = run_cases(args, QUICK, {"x": lambda: case}, [])
     assert {each.name: each.interval.value for each in found.measurements} == {
         "speedup/x/plain": pytest.approx(2.0),
         "speedup/x": pytest.approx(4.0),

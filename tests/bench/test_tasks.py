@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from fastamp.bench import environment, measure, tasks
@@ -19,7 +18,6 @@ from fastamp.bench.__main__ import main
 ROOT = Path(__file__).parents[2]
 EXAMPLES, STRANGERS = ROOT / "examples", ROOT / "tests" / "support" / "strangers"
 HEAD = """
-import torch
 from torch import nn
 model, loss = nn.Linear(4, 3), nn.functional.cross_entropy
 data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.arange(64) % 3)
@@ -183,13 +181,6 @@ def test_a_module_and_its_neighbours_can_be_a_task(quick, tmp_path):
     make = tasks.find_make(f"{tmp_path}/task_of_folder.py:make")
     assert tasks.find_make("task_of_folder:make") is make
     assert isinstance(tasks.make_training(make, "cpu", 0).model, nn.Linear)
-
-
-def test_the_samples_of_a_batch_are_counted_by_its_first_tensor_or_list():
-    images = [torch.ones(3, 8, 8), torch.ones(3, 9, 9)]
-    batches = ([torch.ones(4, 3), torch.ones(4)], {"x": torch.ones(4)}, (torch.ones(()), 3))
-    assert [tasks.count_samples(batch) for batch in batches] == [4, 4, 1]
-    assert [tasks.count_samples(each) for each in ({"images": images}, (images, images))] == [2, 2]
 
 
 def test_batches_of_a_list_of_samples_come_pass_after_pass_and_only_whole_ones():
