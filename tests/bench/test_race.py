@@ -248,40 +248,40 @@ def test_a_process_that_dies_before_it_reads_its_work_is_an_error_and_no_wait(pr
 # The gate
 
 
-def schedule(folder, thread, ran, waited):
-    """Write a thread's times as the kernel does."""
-    path = folder / "self" / "task" / str(thread)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "schedstat").write_text(f"{ran} {waited} 7\n")
-
-
-@pytest.fixture
-def proc(tmp_path, monkeypatch):
-    """Return a folder in the place of /proc, on two cores; 10 s pass between two looks."""
-    clock = itertools.count(0, 10)
-    monkeypatch.undo()
-    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(cores, "perf_counter", lambda: next(clock))
-    return tmp_path
+def schedule(folder, busy_s, *threads):
+    """Write the time of two cores and another one, and how long threads ran and waited, as the kernel does."""
+    ticks = [100 + int(time_s * os.sysconf("SC_CLK_TCK")) for time_s in (busy_s, 0, 9 * busy_s)]
+    lines = [f"cpu{core} {each} 0 0 9 9 0 0 0 0 0" for core, each in enumerate(ticks)]
+    (folder / "stat").write_text("\n".join(["cpu  1 1", *lines, "ctxt 7"]))
+    for name, times_s in enumerate(threads):
+        path = folder / "self" / "task" / str(name)
+        path.mkdir(parents=True, exist_ok=True)
+        ran, waited = (5_000 + int(time_s * 1e9) for time_s in times_s)
+        (path / "schedstat").write_text(f"{ran} {waited} 7\n")
 
 
 @pytest.mark.parametrize(
-    ("ran_s", "waited_s", "share"),
+    ("threads", "ended_s", "busy_s", "share"),
     [
-        ((10.0, 0.0), (0.0, 0.0), 0.0),
-        ((5.0, 5.0), (5.0, 5.0), 0.5),  # two busy neighbours
-        ((6.7, 6.7), (3.3, 3.3), 0.33),  # one
-        ((10.0, 10.0), (10.0, 10.0), 0.0),  # four threads of our own on two cores
+        ([(10.0, 0.0)], 0.0, 10.0, 0.0),
+        ([(5.0, 5.0), (5.0, 5.0)], 0.0, 20.0, 0.5),  # two busy neighbours
+        ([(6.7, 3.3), (6.7, 3.3)], 0.0, 20.0, 0.33),  # one
+        ([(10.0, 10.0), (10.0, 10.0)], 0.0, 20.0, 0.0),  # four threads of our own on two cores
+        ([(9.0, 8.0)], 10.0, 20.0, 0.05),  # it waited for two workers of its own, which have ended
+        ([(9.0, 8.0)], 0.0, 12.0, 0.25),  # a core was idle most of the time
     ],
 )
 def test_a_neighbour_is_time_that_threads_waited_for_a_core_that_others_had(
-    proc, ran_s, waited_s, share
+    threads, ended_s, busy_s, share, tmp_path, monkeypatch
 ):
-    schedule(proc, 1, 5_000, 7_000)
+    ended = iter([os.times_result((0, 0, 3, 1, 0)), os.times_result((0, 0, 3 + ended_s, 1, 0))])
+    monkeypatch.undo()
+    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(cores.os, "times", lambda: next(ended))
+    schedule(tmp_path, 0.0, (0.0, 0.0))
     counted = Cores()
-    schedule(proc, 1, 5_000 + int(ran_s[0] * 1e9), 7_000 + int(waited_s[0] * 1e9))
-    schedule(proc, 2, int(ran_s[1] * 1e9), int(waited_s[1] * 1e9))  # a new thread
+    schedule(tmp_path, busy_s, *threads)  # the second thread is new
     assert counted.waiting().share == pytest.approx(share, abs=0.01)
 
 
@@ -301,26 +301,6 @@ def test_this_kernel_counts_a_thread_that_runs_or_does_not_count(monkeypatch):
         pass
     found = counted.waiting()
     assert found is None or found.ran_s > 0.03
-
-
-def test_what_workers_ran_that_have_ended_is_no_neighbours(proc, monkeypatch):
-    ended = iter([os.times_result((0, 0, 3, 1, 0)), os.times_result((0, 0, 12, 2, 0))])
-    monkeypatch.setattr(cores.os, "times", lambda: next(ended))
-    schedule(proc, 1, 0, 0)
-    counted = Cores()
-    schedule(proc, 1, int(9e9), int(8e9))  # it waited for its own two workers
-    assert counted.waiting().share == pytest.approx(1 / 20)  # 20 s of cores, 19 of them ours
-
-
-@pytest.mark.parametrize(("others", "share"), [(0, 0.0), (3, 0.25)])
-def test_threads_wait_no_longer_than_others_ran(others, share, proc):
-    ticks = os.sysconf("SC_CLK_TCK")
-    (proc / "stat").write_text("cpu  100 0 0 9 9 0 0 0 0 0\ncpu0 1\n")
-    schedule(proc, 1, 0, 0)
-    counted = Cores()
-    (proc / "stat").write_text(f"cpu  {100 + (9 + others) * ticks} 0 0 9 9 0 0 0 0 0\n")
-    schedule(proc, 1, int(9e9), int(8e9))
-    assert counted.waiting().share == pytest.approx(share)
 
 
 def busy_race(waited_s, times_s=(1.05, 1.0)):
