@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 from fastamp._files import write
 from fastamp.bench import doctor, latency, loader, main_job, page, record, step, timer
 from fastamp.bench.environment import describe
-from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.record import BASELINE, Measurement, Task, read_baseline, read_bound
+from fastamp.bench.options import DEFAULT, number, refuse
+from fastamp.bench.record import BASELINE, Measurement, read_baseline, read_bound
 from fastamp.bench.tasks import BrokenTask
 
 PROGRAM = "python -m fastamp.bench"
@@ -49,11 +49,18 @@ def _writable_file(text: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
-    args, (job, work) = _parse(list(sys.argv[1:] if argv is None else argv))
-    run = {"command": args.command, "environment": describe(args.device), "job": job}
-    for problem, status in _find_problems(args, run):
-        return _say(args, problem, status)
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
+        job, work = COMMANDS[args.command].prepare(args)
+        run = {"command": args.command, "environment": describe(args.device), "job": job}
+        if args.baseline is not None and (found := record.differences(args.baseline, run)):
+            return _say(args, f"no verdict: the baseline cannot be compared: {'; '.join(found)}", 3)
+        for name, _ in args.fail_on:
+            if args.baseline is None:
+                refuse("--fail-on", name, "needs a --baseline")
+            if name not in args.baseline["metrics"]:
+                has = ", ".join(args.baseline["metrics"])
+                refuse("--fail-on", name, f"is no metric of the baseline, which has {has}")
         report = work()
         known = {each.name: each for each in report.measurements}
         changes = [
@@ -62,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         measurements = record.doubt([*report.measurements, *changes], report.races)
         _write(record.make_record(replace(report, measurements=measurements), run), args)
+    except argparse.ArgumentError as error:
+        return _say(args, f"error: {error}")
     except BrokenTask as error:
         task = f"argument task: {args.task!r}" if "task" in args else "a task"
         print(error.trace, end="", file=sys.stderr)
@@ -70,21 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(args, f"error: cannot write {error.filename or 'the output'}: {error.strerror}")
     held = [each for each in measurements if each.target]
     judged = {each.verdict for each in held if args.check or each.base == BASELINE}
-    if "fail" in judged or report.failures:
-        return 1
-    if args.check and not judged:
+    if args.check and not judged and not report.failures:
         return _say(args, f"no verdict: {args.command} has no targets for --check", 3)
-    return 3 if "inconclusive" in judged or judged == {"n/a"} else 0
-
-
-def _find_problems(args: argparse.Namespace, run: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield why a run cannot be held to the baseline, and the exit status."""
-    if args.baseline is not None and (found := record.differences(args.baseline, run)):
-        yield f"no verdict: the baseline cannot be compared: {'; '.join(found)}", 3
-    for name, _ in args.fail_on:
-        if name not in (known := args.baseline["metrics"]):
-            has = f"is no metric of the baseline, which has {', '.join(known)}"
-            yield f"error: argument --fail-on: {name!r} {has}", 2
+    status = 3 if "inconclusive" in judged or judged == {"n/a"} else 0
+    return 1 if "fail" in judged or report.failures else status
 
 
 def _say(args: argparse.Namespace, text: str, status: int = 2) -> int:
@@ -107,8 +105,8 @@ def _write(found: dict[str, Any], args: argparse.Namespace) -> None:
                     raise OSError(error.errno, error.strerror, f"--{option} {path}") from None
 
 
-def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
-    """Return the options, and the job with its function; exit with 2 for a bad argument."""
+def _parse(words: list[str]) -> argparse.Namespace:
+    """Return the options; exit with 2 for a bad argument."""
     if not words or words[0] not in {*COMMANDS, "-h", "--help"}:
         words.insert(0, "train")
     parser = argparse.ArgumentParser(
@@ -128,17 +126,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         )
         _add_options(added.add_argument)
         getattr(command, "add_options", lambda _: None)(added.add_argument)
-    args = parser.parse_args(words)
-    refused = subparsers.choices[args.command].error
-    if args.fail_on and args.baseline is None:
-        refused("argument --fail-on: needs a --baseline")
-    try:
-        return args, COMMANDS[args.command].prepare(args)
-    except argparse.ArgumentError as error:
-        refused(str(error))
-    except BrokenTask as error:
-        print(error.trace, end="", file=sys.stderr)
-        refused(f"argument task: {args.task!r} breaks its contract: {error}")
+    return parser.parse_args(words)
 
 
 def _add_options(add: Callable[..., object]) -> None:

@@ -131,15 +131,17 @@ def find_make(text: str) -> Make:
     by its name, too, so its classes can be pickled.
 
     Raises:
-        argparse.ArgumentError: there is no such function or job.
+        argparse.ArgumentError: there is no such file, function or job.
         BrokenTask: the file or the module cannot be imported.
     """
     if text in JOBS:
         return JOBS[text]
     place, _, name = (f"{text}:make" if text.endswith(".py") else text).rpartition(":")
-    if not place:
-        refuse("task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
     path, is_file = Path(place).absolute(), place.endswith(".py")
+    if not place or (is_file and not path.is_file()):
+        refuse(
+            "task", text, f"is no file: expected FILE.py, FILE.py:make, or one of {', '.join(JOBS)}"
+        )
     if is_file and str(path.parent) != sys.path[0]:
         sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()  # the file may be new

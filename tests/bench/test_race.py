@@ -249,7 +249,7 @@ def test_a_process_that_dies_before_it_reads_its_work_is_an_error_and_no_wait(pr
 
 
 def schedule(folder, busy_s, *threads):
-    """Write the time of two cores and another one, and how long threads ran and waited, as the kernel does."""
+    """Write the times of two cores and of another one, and of threads, as the kernel does."""
     ticks = [100 + int(time_s * os.sysconf("SC_CLK_TCK")) for time_s in (busy_s, 0, 9 * busy_s)]
     lines = [f"cpu{core} {each} 0 0 9 9 0 0 0 0 0" for core, each in enumerate(ticks)]
     (folder / "stat").write_text("\n".join(["cpu  1 1", *lines, "ctxt 7"]))
