@@ -140,10 +140,9 @@ def _score(judge: Trainer, trainer: Trainer) -> float:
         for mine, value in zip(values, theirs, strict=True):
             mine.copy_(value)
     torch.manual_seed(0)  # a random part of the held-out data is the same one for all
-    losses = [score.loss for score in judge.evaluate()]
-    expect(losses not in ([], [None]), "options['evaluate']", 'a dict with "loss"', "none")
-    loss = float(losses[0] or 0.0)
-    return math.inf if math.isnan(loss) else loss
+    loss = judge.evaluate().loss
+    expect(loss is not None, "options['evaluate']", 'a dict with "loss"', "none")
+    return math.inf if loss is None or math.isnan(loss) else loss
 
 
 def make_rows(found: list[Seed], target: float) -> list[list[str]]:

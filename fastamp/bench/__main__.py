@@ -100,7 +100,7 @@ def _write(found: dict[str, Any], args: argparse.Namespace) -> None:
         for option, text in {"json": saved, "report": page.make(found)}.items():
             if (path := vars(args)[option]) is not None:
                 try:
-                    write(path, text.encode())
+                    write(path, text.encode(errors="replace"))  # as in the name of a file
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, f"--{option} {path}") from None
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from fastamp._progress import progress
 from fastamp.bench import measure, targets
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.jobs import JOBS, MAIN
@@ -87,11 +86,10 @@ def announce(task: str, arms: list[Arm]) -> None:
 def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
     announce(args.task, arms)
     found = race_task(arms, args.device, args.seed, steps=args.steps, batch_size=args.batch_size)
-    peaks: Peaks = {}
-    with progress(len(found.arms), shows=args.memory) as tick:
-        for arm in found.arms * args.memory:
-            peaks[arm.name] = peak_memory(arm, args.device, args.seed, args.memory_batch)
-            tick()
+    peaks: Peaks = {
+        arm.name: peak_memory(arm, args.device, args.seed, args.memory_batch)
+        for arm in found.arms * args.memory
+    }
     gains, failures = targets.measure_gains(found), find_failures(found)
     excused = ""
     if {arm.precision for arm in found.arms} == {"fp32"} and "fp32" not in (args.precision or []):

@@ -55,8 +55,7 @@ class Point(NamedTuple):
 
 
 def make(record: dict[str, Any]) -> str:
-    """Return the page of a record; what is not text in the name of a file becomes "?"."""
-    record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
+    """Return the page of a record."""
     title = escape(f"fastamp bench: {record['command']}")
     leads = [record["noise"], *record["failures"], record["sentence"]]
     facts = {"measured": record["created"], **record["environment"], **record["job"]}

@@ -80,7 +80,7 @@ def estimate(values: Collection[float], confidence: float = CONFIDENCE) -> Inter
 
 def exp(log: float) -> float:
     """Return e to a power; infinity where that is no float."""
-    return math.exp(log) if log < LARGEST_LOG else math.inf
+    return math.inf if log >= LARGEST_LOG else math.exp(log)
 
 
 def student(tail: float, freedom: int) -> float:
@@ -178,10 +178,6 @@ class Race:
         """Return the three quartiles of an arm's times, NaN where no visit counts."""
         times_s = self.times_s(arm) or [math.nan]
         return [float(each) for each in np.percentile(times_s, [25, 50, 75])]
-
-    def skipped(self, arm: str) -> int:
-        """Count the visits of an arm that left out work."""
-        return sum(round_[arm].skipped for round_ in self.rounds)
 
     def time_s(self, arm: str) -> Interval:
         """Return the typical time of a visit."""

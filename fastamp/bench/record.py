@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from torch.utils._pytree import tree_map_only
 
-from fastamp.bench.race import LARGEST_LOG, UNTOLD, Interval, Race, find_noise, verdict_on
+from fastamp.bench.race import UNTOLD, Interval, Race, exp, find_noise, verdict_on
 from fastamp.timer.timer import align
 
 SCHEMA_VERSION = 12  # raised when a field of the record is added, removed or changes its meaning
@@ -138,7 +138,7 @@ def _describe(race: Race) -> dict[str, Any]:
     arms = {
         arm: {
             "time_s": dict(zip(("low", "median", "high"), race.quartiles_s(arm), strict=True)),
-            "skipped": race.skipped(arm),
+            "skipped": sum(round_[arm].skipped for round_ in race.rounds),
         }
         for arm in race.arms
     }
@@ -235,14 +235,10 @@ def hold(new: Measurement, baseline: dict[str, Any], most: float) -> Measurement
     high = value + math.hypot(now.high - now.value, old.value - old.low)
     return Measurement(
         name=f"{new.name} since the baseline",
-        interval=Interval(value=value, low=low, high=high).scaled(_expm1),
+        interval=Interval(value=value, low=low, high=high).scaled(lambda log: exp(log) - 1),
         base=BASELINE,
         target=ends,
         unit=" %",
         reason="" if new.interval else "this run has no such metric",
         is_counted=new.is_counted,
     )
-
-
-def _expm1(log: float) -> float:
-    return math.expm1(min(log, LARGEST_LOG))

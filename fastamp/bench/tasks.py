@@ -139,9 +139,8 @@ def find_make(text: str) -> Make:
     place, _, name = (f"{text}:make" if text.endswith(".py") else text).rpartition(":")
     path, is_file = Path(place).absolute(), place.endswith(".py")
     if not place or (is_file and not path.is_file()):
-        refuse(
-            "task", text, f"is no file: expected FILE.py, FILE.py:make, or one of {', '.join(JOBS)}"
-        )
+        known = f"or one of {', '.join(JOBS)}"
+        refuse("task", text, f"is no file: expected FILE.py, FILE.py:make, {known}")
     if is_file and str(path.parent) != sys.path[0]:
         sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()  # the file may be new

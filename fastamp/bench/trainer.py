@@ -15,18 +15,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import fastamp
+from fastamp.bench import tasks
 from fastamp.bench.environment import DTYPES, no_speed_reason
-from fastamp.bench.tasks import (
-    BrokenTask,
-    Part,
-    compute_loss,
-    draw,
-    find_make,
-    make_loader,
-    make_optimizers,
-    make_training,
-    with_absolute_path,
-)
+from fastamp.bench.tasks import BrokenTask, Part
 from fastamp.step.native import parameters_of
 from fastamp.train.batches import count_samples
 from fastamp.train.loop import modes_kept
@@ -56,7 +47,7 @@ def read_arm(text: str) -> tuple[str, str]:
     if not name or not place or name in PRECISIONS:
         message = f"{text!r} is not NAME=FILE.py:make, with a name of its own"
         raise argparse.ArgumentTypeError(message)
-    return name, with_absolute_path(place)
+    return name, tasks.with_absolute_path(place)
 
 
 def choose_precisions(device: str) -> list[str]:
@@ -135,15 +126,16 @@ class Trainer:
         self._scale = self.scaler.get_scale()
         self._switches: list[Any] = []  # as they are now
         with self._ours():
-            self.training = make_training(find_make(arm.task), device, seed, batch_size)
+            make = tasks.find_make(arm.task)
+            self.training = tasks.make_training(make, device, seed, batch_size)
             self.model = self.training.model
             with _MOVE:
                 self.model.to(device)
-            self.optimizers = make_optimizers(self.training)
-            loader = make_loader(self.training, seed, device=device, is_ours=arm.is_ours)
+            self.optimizers = tasks.make_optimizers(self.training)
+            loader = tasks.make_loader(self.training, seed, device=device, is_ours=arm.is_ours)
         self.parameters = parameters_of(self.optimizers)
         self.workers = int(getattr(loader, "num_workers", 0))
-        self._batches = draw(loader, device)
+        self._batches = tasks.draw(loader, device)
 
     @contextmanager
     def _ours(self) -> Iterator[None]:
@@ -183,7 +175,7 @@ class Trainer:
                 for optimizer in self.optimizers:
                     optimizer.zero_grad()
         with region("forward"), self._autocast():
-            loss = compute_loss(self.training, self.model, batch)
+            loss = tasks.compute_loss(self.training, self.model, batch)
         with region("backward"), _BACKWARD:
             torch.autograd.backward(self.scaler.scale(loss))
         with region("step"), _STEP:

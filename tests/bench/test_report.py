@@ -123,10 +123,9 @@ def test_what_the_user_named_is_text(written):
     record = written["gain"][1]
     name = '<b>$x$ "&\u4e2d\udcff'
     text = json.dumps(record).replace("fastamp/bf16", json.dumps(name)[1:-1])
-    made = page.make(json.loads(text) | {"notes": ["<i>"], "command": "<u>"})
-    found = Page(made)
+    found = Page(page.make(json.loads(text) | {"notes": ["<i>"], "command": "<u>"}))
     assert not {"b", "i", "u"} & found.tags
-    assert name.replace("\udcff", "?") in found.texts["text"]
+    assert name in found.texts["text"]
     assert found.texts["h1"] == ["fastamp bench: <u>"]
 
 

@@ -145,7 +145,7 @@ def test_a_task_that_cannot_be_found_is_a_bad_argument(tmp_path, capsys):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "right.py").touch()
     for task, wanted in {
-        f"{tmp_path}/missing.py:make": "missing.py:make' is no file: expected FILE.py, FILE.py:make, or",
+        f"{tmp_path}/missing.py:make": "missing.py:make' is no file: expected FILE.py, ",
         f"{tmp_path}/wrong.py:make": "wrong.py: its import raised NameError: name 'fail'",
         f"{tmp_path}/quits.py:make": "quits.py: its import raised SystemExit: no",
         f"{tmp_path}/json.py:make": "another module is called 'json'",

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import fastamp
-from fastamp.bench import gpt, trainer
+from fastamp.bench import gpt, tasks
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.trainer import Arm, Trainer
 
@@ -43,7 +43,7 @@ def begin(made, **arm):
     """Return a trainer over a copy of the model."""
     own = copy.deepcopy(made[0]), *made[1:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "find_make", lambda _: lambda *_: own)
+        patch.setattr(tasks, "find_make", lambda _: lambda *_: own)
         return Trainer(Arm(name="", task="", **arm), "cpu", 0)
 
 
