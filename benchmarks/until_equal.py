@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 from time import perf_counter
@@ -99,8 +99,8 @@ def train(arms: list[Arm], seed: int, steps: int, target: float) -> Seed:
     The first arm stops after its steps where no loss is a target, and else after MOST times them.
     """
     reference = arms[0].name
-    trainers = {arm.name: Trainer(arm, DEVICE, seed) for arm in arms}
-    judge = Trainer(arms[0], DEVICE, seed)
+    arms = [replace(arm, seed=seed) for arm in arms]
+    trainers, judge = {arm.name: Trainer(arm) for arm in arms}, Trainer(arms[0])
     curves = {name: Curve(losses=[_score(judge, each)]) for name, each in trainers.items()}
     most = steps if target == -math.inf else MOST * steps
     live, rng, part = [*trainers], np.random.default_rng(seed), max(round(steps / PARTS), 1)

@@ -2,11 +2,11 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from fastamp.bench import measure, targets
+from fastamp.bench import apart, measure, targets
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.jobs import JOBS, MAIN
 from fastamp.bench.measure import Results, find_failures, last_loss, peak_memory, race_task
@@ -55,22 +55,20 @@ def _target(text: str) -> tuple[str, float]:
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
-    is_main = args.task == MAIN
-    task = with_absolute_path(args.task)  # it may change the folder
-    find_make(task)  # fails at once if there is no such function
-    names = [name for name, _ in args.arm]
-    for name, place in args.arm:
-        find_make(place)
-        if names.count(name) > 1:
-            refuse("--arm", name, "names two arms")
+    is_main, names = args.task == MAIN, [name for name, _ in args.arm]
+    task = with_absolute_path(args.task)  # an import may change the folder
+    for place in (task, *(place for _, place in args.arm)):
+        find_make(place)  # fails at once if there is no such function
+    if len({*names}) < len(names):
+        refuse("--arm", names, "names two arms alike")
     args.steps = args.steps or (MAIN_STEPS if is_main else None)
     args.targets = dict(args.target) or (dict(TARGETS) if is_main else {})
     args.memory = args.memory or "memory" in args.targets
     precisions = list(dict.fromkeys(["fp32", *(args.precision or choose_precisions(args.device))]))
     args.memory_batch = args.batch_size or (MEMORY_BATCH[args.device] if is_main else None)
-    facts = {"task": args.task, "device": args.device, "precisions": precisions, "arms": names}
-    facts |= {"steps": args.steps, "batch_size": args.batch_size, "seed": args.seed}
-    return facts, partial(_run, args, list_arms(task, precisions, args.arm))
+    facts = {"task": args.task, "precisions": precisions, "arms": names, "steps": args.steps}
+    options = {"device": args.device, "seed": args.seed, "batch_size": args.batch_size}
+    return facts | options, partial(_run, args, list_arms(task, precisions, args.arm, **options))
 
 
 def announce(task: str, arms: list[Arm]) -> None:
@@ -85,9 +83,9 @@ def announce(task: str, arms: list[Arm]) -> None:
 
 def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
     announce(args.task, arms)
-    found = race_task(arms, args.device, args.seed, steps=args.steps, batch_size=args.batch_size)
+    found = race_task(arms, args.steps)
     peaks: Peaks = {
-        arm.name: peak_memory(arm, args.device, args.seed, args.memory_batch)
+        arm.name: apart.run_apart(peak_memory, replace(arm, batch_size=args.memory_batch))
         for arm in found.arms * args.memory
     }
     gains, failures = targets.measure_gains(found), find_failures(found)
@@ -164,9 +162,10 @@ def _run_all(args: argparse.Namespace, tasks: dict[str, str]) -> Report:
     gains: list[Measurement] = []
     said = []
     for name, task in tasks.items():
-        arms = list_arms(task, choose_precisions(args.device), [])
+        options = {"device": args.device, "seed": args.seed}
+        arms = list_arms(task, choose_precisions(args.device), **options)
         announce(name, arms)
-        found[name] = each = race_task(arms, args.device, args.seed)
+        found[name] = each = race_task(arms)
         gains += targets.measure_gains(each, f"{name}/")
         # In the precision that is fastest there.
         [gain] = [g for g in gains if g.name == f"{name}/fastamp/{targets.find_fastest(each)}"]

@@ -5,7 +5,7 @@ Every arm calls a task's function itself, so that no two share a model, a loss o
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -34,6 +34,9 @@ class Arm:
 
     name: str
     task: str  # for `find_make`, so that a fresh process can call it
+    device: str = "cpu"
+    seed: int = 0
+    batch_size: int | None = None  # None is the task's own
     precision: str = "fp32"
     is_ours: bool = False  # fastamp's loader and step
     is_own: bool = False  # of --arm
@@ -56,19 +59,22 @@ def choose_precisions(device: str) -> list[str]:
     return ["fp32", *(name for name in low if no_speed_reason(device, name) is None)]
 
 
-def list_arms(task: str, precisions: list[str], own: list[tuple[str, str]]) -> list[Arm]:
+def list_arms(
+    task: str, precisions: list[str], own: Sequence[tuple[str, str]] = (), **options: Any
+) -> list[Arm]:
     """Return torch's arm and fastamp's of each precision, and one for each (name, task) of `own`.
 
     An arm of one's own trains in the last precision with torch's loader and step, as it is written.
+    `options` are the device, the seed and the batch size of all.
     """
     arms, base = [], ""
     for each in precisions:
-        about: dict[str, Any] = {"task": task, "precision": each}
+        about = options | {"task": task, "precision": each}
         ours, theirs = f"fastamp {each}", f"torch {each}"
         arms.append(Arm(name=theirs, base=base, metric=f"precision/{each}", **about))
         arms.append(Arm(name=ours, base=theirs, metric=f"fastamp/{each}", is_ours=True, **about))
         base = arms[0].name
-    about = {"precision": precisions[-1], "is_own": True, "base": theirs}
+    about = options | {"precision": precisions[-1], "is_own": True, "base": theirs}
     return arms + [Arm(name=n, task=made, metric=f"speedup/{n}", **about) for n, made in own]
 
 
@@ -116,26 +122,27 @@ class Trainer:
     What the task sets for the whole process is in force in this arm alone.
     """
 
-    def __init__(self, arm: Arm, device: str, seed: int, batch_size: int | None = None) -> None:
-        self.arm, self.device, self.seed, self.steps = arm, device, seed, 1
+    def __init__(self, arm: Arm) -> None:
+        self.arm, self.device, self.steps = arm, arm.device, 1
         self.losses: list[Any] = []
         self.sizes: list[int] = []  # of all batches so far, in samples
         self.dtype = DTYPES.get(arm.precision)
         scaler = fastamp.GradScaler if arm.is_ours else torch.amp.GradScaler
-        self.scaler = scaler(device, enabled=self.dtype is torch.float16)
+        self.scaler = scaler(self.device, enabled=self.dtype is torch.float16)
         self._scale = self.scaler.get_scale()
         self._switches: list[Any] = []  # as they are now
         with self._ours():
             make = tasks.find_make(arm.task)
-            self.training = tasks.make_training(make, device, seed, batch_size)
+            self.training = tasks.make_training(make, self.device, arm.seed, arm.batch_size)
             self.model = self.training.model
             with _MOVE:
-                self.model.to(device)
+                self.model.to(self.device)
             self.optimizers = tasks.make_optimizers(self.training)
-            loader = tasks.make_loader(self.training, seed, device=device, is_ours=arm.is_ours)
+            about: dict[str, Any] = {"device": self.device, "is_ours": arm.is_ours}
+            loader = tasks.make_loader(self.training, arm.seed, **about)
         self.parameters = parameters_of(self.optimizers)
         self.workers = int(getattr(loader, "num_workers", 0))
-        self._batches = tasks.draw(loader, device)
+        self._batches = tasks.draw(loader, self.device)
 
     @contextmanager
     def _ours(self) -> Iterator[None]:
@@ -154,7 +161,7 @@ class Trainer:
 
     def prepare(self) -> None:
         """Seed the next visit: all arms draw the same numbers in it, such as dropout's."""
-        seed_all(self.seed, 0, 1 + len(self.losses))
+        seed_all(self.arm.seed, 0, 1 + len(self.losses))
 
     def visit(self, region: Region = lambda _: _NOT_TIMED) -> None:
         """Take the steps of a visit, each on the next batch; the wait for it is "data"."""

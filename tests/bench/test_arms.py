@@ -41,7 +41,7 @@ def task(tmp_path, monkeypatch):
 
 def run_losses(task, *, is_ours, steps=3, precision="fp32"):
     """Return the losses of an arm."""
-    runner = Trainer(Arm(name="x", task=task, is_ours=is_ours, precision=precision), "cpu", 0)
+    runner = Trainer(Arm(name="x", task=task, is_ours=is_ours, precision=precision))
     runner.steps = steps
     runner.prepare()
     runner.visit()
@@ -142,8 +142,8 @@ def slow(device, seed):
 """
     place, before = task(text), (torch.is_anomaly_enabled(), torch.get_num_threads())
     torch.set_num_threads(2)
-    plain = Trainer(Arm(name="plain", task=place), "cpu", 0)
-    slow = Trainer(Arm(name="slow", task=place.replace(":make", ":slow")), "cpu", 0)
+    plain = Trainer(Arm(name="plain", task=place))
+    slow = Trainer(Arm(name="slow", task=place.replace(":make", ":slow")))
     try:
         for runner, wanted in ((slow, (True, 1)), (plain, (False, 2)), (slow, (True, 1))):
             runner.visit()
@@ -162,7 +162,7 @@ class Noisy(torch.utils.data.Dataset):
 def make(device, seed):
     return nn.Linear(4, 3), Noisy(), loss
 """
-    found = measure.race_task(list_arms(task(text), ["fp32"], []), "cpu", 0, steps=8)
+    found = measure.race_task(list_arms(task(text), ["fp32"]), 8)
     assert [len(curve) for curve in found.losses.values()] == [8, 8]
     assert found.left_out == {}
 
@@ -180,15 +180,15 @@ def broken(device, seed):
     return nn.Linear(5, 3), data(), loss
 """
     place = task(text)
-    found = measure.race_task(list_arms(place, ["fp32", "bf16"], []), "cpu", 0, steps=8)
+    found = measure.race_task(list_arms(place, ["fp32", "bf16"]), 8)
     assert found.race.arms == ["torch fp32", "fastamp fp32"]
     assert {*found.left_out} == {"torch bf16", "fastamp bf16"}
     assert "AssertionError: half is not for me" in found.left_out["torch bf16"]
     broken = place.replace(":make", ":broken")
     with pytest.raises(tasks.BrokenTask, match="model: its call on a batch"):
-        measure.race_task(list_arms(broken, ["fp32"], []), "cpu", 0, steps=8)
+        measure.race_task(list_arms(broken, ["fp32"]), 8)
     with pytest.raises(tasks.BrokenTask, match="--arm mine: model: its call on a batch"):
-        measure.race_task(list_arms(place, ["fp32"], [("mine", broken)]), "cpu", 0, steps=8)
+        measure.race_task(list_arms(place, ["fp32"], [("mine", broken)]), 8)
 
 
 def test_arms_that_do_not_fit_beside_the_others_are_left_out_and_told_why(task):
@@ -202,7 +202,7 @@ def make(device, seed):
         return loss(output, target)
     return nn.Linear(4, 3), data(), full
 """
-    found = measure._begin(list_arms(task(text), ["fp32", "bf16"], []), "cpu", 0, None)
+    found = measure._begin(list_arms(task(text), ["fp32", "bf16"]))
     assert [*found[0]] == ["torch fp32", "fastamp fp32"]
     assert found[1]["torch bf16"].startswith("batch_size: a step does not fit into memory; loss:")
 
@@ -214,7 +214,7 @@ def make(device, seed):
     torch.made.append(seed)
     return nn.Linear(4, 3), data(), loss
 """
-    measure.race_task(list_arms(task(text), ["fp32"], []), "cpu", 0, steps=8)
+    measure.race_task(list_arms(task(text), ["fp32"]), 8)
     assert torch.made == [0] * 2 * 3  # arms, builds
     del torch.made
 
@@ -226,7 +226,7 @@ def make(device, seed):
     return model, DataLoader(data(), 16, shuffle=True), loss, {"max_norm": 0.1}
 """
     pair = [
-        Trainer(Arm(name="x", task=place, is_ours=is_ours), "cpu", 0)
+        Trainer(Arm(name="x", task=place, is_ours=is_ours))
         for place in [task(text)]
         for is_ours in (False, True)
     ]
@@ -244,7 +244,7 @@ def test_an_evaluate_without_an_accuracy_gives_a_loss(task):
 def make(device, seed):
     return nn.Linear(4, 3), data(), loss, {"evaluate": lambda model: {"loss": 2.5}}
 """
-    runner = Trainer(Arm(name="x", task=task(text)), "cpu", 0)
+    runner = Trainer(Arm(name="x", task=task(text)))
     score = runner.evaluate()
     assert score.loss == 2.5
     assert score.accuracy != score.accuracy  # it is NaN

@@ -14,7 +14,7 @@ import torch
 from support.bench_pages import make_results
 from support.processes import run_python
 
-from fastamp.bench import environment, gpt, jobs, main_job, measure, targets
+from fastamp.bench import apart, environment, gpt, jobs, main_job, measure, targets
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpt import Shape
 from fastamp.bench.measure import peak_memory
@@ -138,8 +138,8 @@ def test_a_visit_with_workers_is_longer_than_the_batches_that_they_have_made_ahe
 
 
 def test_memory_is_measured_in_another_process_and_grows_with_the_model(processes):
-    arm = main_job.list_arms("mlp", ["fp32"], [])[0]
-    small = peak_memory(arm, "cpu", 0, 8)
+    arm = main_job.list_arms("mlp", ["fp32"], batch_size=8)[0]
+    small = apart.run_apart(peak_memory, arm)
     parameters = 784 * 256 + 256 + 256 * 10 + 10
     # float32 weights, gradients and two moments are 16 bytes a parameter
     assert 16 * parameters < small < 64 * parameters
@@ -179,7 +179,7 @@ def test_an_arm_is_another_task_with_a_row_and_a_verdict(quick, task, tmp_path, 
     [ratio] = [each for each in found["measurements"] if each["name"] == "speedup/wide"]
     assert (ratio["base"], ratio["unit"]) == ("torch fp32", "x")
     assert main([*words, "--arm", f"wide={task}:wide"]) == 2
-    assert "argument --arm: 'wide' names two arms" in capsys.readouterr().err
+    assert "argument --arm: ['wide', 'wide'] names two arms alike" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,8 @@ def test_a_built_in_task_has_the_same_losses_by_torch_and_by_fastamp(name, monke
         monkeypatch.chdir(Path(__file__).parents[2])
         find_make(name)
         monkeypatch.setattr(sys.modules["task_images"], "PHOTOS", 16)
-    arms = main_job.list_arms(name, ["fp32"], [])
-    theirs, ours = measure.race_task(arms, "cpu", 0, steps=3).losses.values()
+    arms = main_job.list_arms(name, ["fp32"])
+    theirs, ours = measure.race_task(arms, 3).losses.values()
     rtol = 0.2 if "images" in name else 1e-3  # which decodes to other sizes
     assert ours == pytest.approx(theirs, rel=rtol)
 

@@ -44,7 +44,7 @@ def begin(made, **arm):
     own = copy.deepcopy(made[0]), *made[1:]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "find_make", lambda _: lambda *_: own)
-        return Trainer(Arm(name="", task="", **arm), "cpu", 0)
+        return Trainer(Arm(name="", task="", **arm))
 
 
 # The text and the model
