@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
         epilog=f"Without a command: train; 'train --help' for its options. {STATUS}",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="command")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    where = "cuda or cpu (default: cuda where torch finds a GPU)"
     for name, command in COMMANDS.items():
         added = subparsers.add_parser(
             name,
@@ -124,23 +126,24 @@ def _parse(words: list[str]) -> argparse.Namespace:
             description=command.__doc__,
             epilog=f"{STATUS}\n{getattr(command, 'VERBATIM', '')}",
         )
-        _add_options(added.add_argument)
-        getattr(command, "add_options", lambda _: None)(added.add_argument)
+        add: Any = added.add_argument
+        add("--device", choices=devices, default=devices[0], help=where)
+        add(
+            "--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}"
+        )
+        add(
+            "--json",
+            type=_writable_file,
+            metavar="FILE",
+            help="write all that was measured to FILE",
+        )
+        add("--report", type=_writable_file, metavar="FILE", help="write an HTML page to FILE")
+        add("--baseline", type=read_baseline, metavar="FILE", help="a file of --json to be held to")
+        bound: dict[str, Any] = {"type": read_bound, "action": "append", "default": []}
+        add("--fail-on", **bound, metavar="BOUND", help=MOVES)
+        add("--check", action="store_true", help="exit with 1 if a target is missed")
+        getattr(command, "add_options", lambda _: None)(add)
     return parser.parse_args(words)
-
-
-def _add_options(add: Callable[..., object]) -> None:
-    """Add the options of all commands."""
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    where = "cuda or cpu (default: cuda where torch finds a GPU)"
-    add("--device", choices=devices, default=devices[0], help=where)
-    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}")
-    add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
-    add("--report", type=_writable_file, metavar="FILE", help="write an HTML page to FILE")
-    add("--baseline", type=read_baseline, metavar="FILE", help="a file of --json to be held to")
-    bound: dict[str, Any] = {"type": read_bound, "action": "append", "default": []}
-    add("--fail-on", **bound, metavar="BOUND", help=MOVES)
-    add("--check", action="store_true", help="exit with 1 if a target is missed")
 
 
 if __name__ == "__main__":

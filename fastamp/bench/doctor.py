@@ -41,8 +41,7 @@ def prepare(args: argparse.Namespace) -> Task:
 def _look() -> Report:
     """Say which backend serves which device, and what is missing."""
     devices = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices += [torch.device("mps")] * torch.backends.mps.is_available()
     rows, notes = [], []
     for device in devices:

@@ -9,7 +9,7 @@ from typing import Any
 from fastamp.bench import apart, measure, targets
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.jobs import JOBS, MAIN
-from fastamp.bench.measure import Results, find_failures, last_loss, peak_memory, race_task
+from fastamp.bench.measure import Results, find_failures, peak_memory, race_task
 from fastamp.bench.options import DEFAULT, number, refuse
 from fastamp.bench.race import Interval
 from fastamp.bench.record import WIDTH, Measurement, Report, Task
@@ -108,20 +108,17 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
         losses=found.losses,
         details={
             "parameters": found.parameters,
-            "loss": {arm.name: last_loss(found, arm.name) for arm in found.arms},
             "peak_memory_nbytes": peaks,
             "validation": {arm: asdict(score) for arm, score in found.scores.items()},
             "shares": found.shares,
-            "left_out": found.left_out,
         },
         failures=failures,
-        sentence="" if failures else targets.say_in_words(found, gains, peaks),
+        sentence="" if failures else targets.say_in_words(found, gains),
     )
 
 
 def _notes(args: argparse.Namespace, found: Results, peaks: Peaks) -> list[str]:
-    ends = sorted({min(found.batch_sizes), max(found.batch_sizes)})
-    size = " to ".join(map(str, ends))
+    size = " to ".join(map(str, sorted({min(found.batch_sizes), max(found.batch_sizes)})))
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
     steps = f"{len(found.batch_sizes)} steps of {size} samples in the first build"
     notes = [f"{count} parameters, {steps}, {found.visit_steps} in a visit; seed {args.seed}"]
@@ -177,7 +174,6 @@ def _run_all(args: argparse.Namespace, tasks: dict[str, str]) -> Report:
         races={name: each.race for name, each in found.items()},
         measurements=gains,
         notes=[f"{name}: {JOBS[name].__doc__}" for name in tasks if name in JOBS],
-        details={name: {"shares": each.shares} for name, each in found.items()},
         failures=failed,
         sentence="" if failed else sentence,
     )

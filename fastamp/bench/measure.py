@@ -100,14 +100,13 @@ def _train(arms: list[Arm], all_steps: int | None, number: int) -> Results:
         trainer.prepare()
         trainer.visit()
         trainer.steps = steps
-    losses = {n: torch.stack(each.losses).tolist() for n, each in trainers.items()}
     is_first = number == 1
     return Results(
-        arms=[arm for arm in arms if arm.name in trainers],
+        arms=[trainer.arm for trainer in trainers.values()],
         race=Race(arms=build.arms, builds=[build]),
         parameters=sum(parameter.numel() for parameter in first.model.parameters()),
         batch_sizes=[*first.sizes],
-        losses=losses,
+        losses={n: torch.stack(each.losses).tolist() for n, each in trainers.items()},
         scores={n: each.evaluate() for n, each in trainers.items()} if is_first else {},
         shares={n: find_shares(each) for n, each in trainers.items()} if is_first else {},
         workers=workers,
@@ -129,7 +128,8 @@ def _begin(arms: list[Arm]) -> tuple[dict[str, Trainer], dict[str, str]]:
             left_out[arm.name] = left_out[arm.base]
             continue
         try:
-            trainer = Trainer(arm)
+            is_alone = arm.base in left_out  # as one of one's own, whose precision is left out
+            trainer = Trainer(replace(arm, base=arms[0].name) if is_alone else arm)
             trainer.prepare()
             trainer.visit()
         except BrokenTask as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, median, stdev
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -145,7 +145,7 @@ class Build:
     rounds: list[dict[str, Visit]]
     warmup: list[dict[str, Visit]] = field(default_factory=list)  # rounds that are not timed
     waiting: Waiting | None = None  # None where the platform does not count it
-    found: Any = None  # what else the builder reports
+    amounts: Mapping[str, float] = field(default_factory=dict)  # of a visit, as the case has it
 
     def middle(self, figure: Callable[[dict[str, Visit]], float], *arms: str) -> list[float]:
         """Return the median over blocks of a figure's mean logarithm; [] without any.
@@ -232,7 +232,7 @@ def run_build(case: Case, plan: Plan, *, device: str = "cpu", seed: int = 0) -> 
             times_s.append(perf_counter() - start_s)
         return Visit(median(times_s), case.skipped(name))
 
-    build = Build(arms=[*case.arms], rounds=[])
+    build = Build(arms=[*case.arms], rounds=[], amounts=dict(case.amounts))
     count, end_s = plan.warmup + (plan.rounds - plan.warmup) % 2, perf_counter() + plan.build_s
     while len(build.warmup) < count and (not build.warmup or perf_counter() < end_s):
         build.warmup.append({name: visit(name) for name in rng.permutation(build.arms).tolist()})

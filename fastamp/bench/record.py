@@ -34,7 +34,7 @@ class Measurement:
     interval: Interval | None  # None where the figure is not known
     arm: str = ""
     base: str = ""
-    target: tuple[float, float] | None = None  # the ends that the figure should lie between
+    target: tuple[float, float] | None = None  # ends to lie between, one of them infinite
     unit: str = ""  # of a ratio of speeds "x"
     reason: str = ""
     excused: str = ""  # why a target is not for this machine
@@ -63,9 +63,8 @@ class Measurement:
         said = ", ".join(filter(None, [self.verdict, why]))
         if self.target is None:
             return ", ".join(filter(None, [f"{self.name} {figure}", said]))
-        ends = [f"{end * factor:g}{self.unit}" for end in self.target if math.isfinite(end)]
-        sign = "" if len(ends) == 2 else "<= " if self.target[1] < math.inf else ">= "
-        return f"{self.name} {figure} (target {sign}{' to '.join(ends)}): {said}"
+        sign, end = (">=", self.target[0]) if self.target[1] == math.inf else ("<=", self.target[1])
+        return f"{self.name} {figure} (target {sign} {end * factor:g}{self.unit}): {said}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ import numpy as np
 from fastamp.bench.measure import Results, last_loss, limit
 from fastamp.bench.race import UNTOLD, Interval, estimate, show
 from fastamp.bench.record import Measurement, compare_arms
-from fastamp.bench.trainer import Arm
 
 LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep would count
 REPLACED = ("data", "step", "waits")  # by fastamp; a device that waits does so for both
@@ -35,11 +34,6 @@ def find_judged(found: Results) -> str:
     return [arm.name for arm in found.arms if arm.is_ours][-1]
 
 
-def find_base(found: Results, arm: Arm) -> str:
-    """Return the arm that another one is compared with; torch's in FP32 where that is left out."""
-    return arm.base if arm.base in found.race.arms else found.race.arms[0]
-
-
 def measure_gains(found: Results, prefix: str = "") -> list[Measurement]:
     """Return what each precision brings, what fastamp adds, and how fast arms of one's own are.
 
@@ -47,12 +41,11 @@ def measure_gains(found: Results, prefix: str = "") -> list[Measurement]:
     """
     gains = []
     for arm in found.arms[1:]:
-        base = find_base(found, arm)
-        shares = found.shares.get(base, {}) if arm.is_ours and not found.workers else {}
+        shares = found.shares.get(arm.base, {}) if arm.is_ours and not found.workers else {}
         most = limit(math.fsum(shares.get(part, 0.0) for part in REPLACED))
-        is_noise = shares and found.race.ratio(arm.name, base).value > most
+        is_noise = shares and found.race.ratio(arm.name, arm.base).value > most
         noise = f"noise: at most {most:.2f}x can be gained" if is_noise else ""
-        gains.append(compare_arms(found.race, prefix + arm.metric, arm.name, base, noise=noise))
+        gains.append(compare_arms(found.race, prefix + arm.metric, arm.name, arm.base, noise=noise))
     return gains
 
 
@@ -68,12 +61,7 @@ def measure_accuracies(found: Results) -> list[Measurement]:
 
 
 def judge_targets(
-    found: Results,
-    peaks: Peaks,
-    targets: dict[str, float],
-    *,
-    at: str = "",
-    excused: str = "",
+    found: Results, peaks: Peaks, targets: dict[str, float], *, at: str = "", excused: str = ""
 ) -> list[Measurement]:
     """Hold the last of fastamp's arms to the targets, against torch's in FP32.
 
@@ -119,7 +107,7 @@ def make_rows(found: Results) -> list[dict[str, str]]:
     return [
         _row(found, arm.precision, [arm.base, arm.name], arm.base)
         if arm.is_ours
-        else _row(found, arm.name, [arm.name], find_base(found, arm))
+        else _row(found, arm.name, [arm.name], arm.base)
         for arm in found.arms
         if arm.is_ours or arm.is_own
     ]
@@ -142,16 +130,12 @@ def _row(found: Results, name: str, arms: list[str], base: str) -> dict[str, str
     return row
 
 
-def say_in_words(found: Results, gains: list[Measurement], peaks: Peaks) -> str:
+def say_in_words(found: Results, gains: list[Measurement]) -> str:
     """Return what precision brings, what fastamp adds, and what most of a step is."""
     fastest, known = find_fastest(found), {each.name: each for each in gains}
     lower = [arm for arm in found.arms[1:] if arm.metric.startswith("precision/")]
     said = [_say_precision(arm.precision, known[arm.metric]) for arm in lower]
     said = said or ["FP32 alone is raced"]
-    saving, _ = _memory_saving(peaks, found.race.arms[0], lower[-1].name if lower else "")
-    if saving is not None and abs(saving.value) >= 0.01:
-        kind = "less" if saving.value > 0 else "more"
-        said[-1] += f" and takes {abs(saving.value) * 100:.0f} % {kind} memory"
     in_it = f" in {fastest}" * bool(lower)
     text = f"{', '.join(said)}; {_say_added(known[f'fastamp/{fastest}'])}{in_it}"
     shares = found.shares[f"torch {fastest}"]

@@ -7,6 +7,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,14 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 import fastamp
 from fastamp.bench.jobs import JOBS
@@ -96,14 +90,11 @@ class BrokenTask(Exception):  # noqa: N818 - what is broken is the task
         return self.line
 
 
-class Part:
+class Part(AbstractContextManager[Any]):
     """A part of the contract: a context in which every error becomes a BrokenTask."""
 
     def __init__(self, name: str, when: str) -> None:
         self.name, self.when = name, when
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
         if not isinstance(error, (Exception, SystemExit)) or isinstance(error, BrokenTask):
@@ -228,7 +219,7 @@ def make_loader(
 
 
 # The arguments that fastamp's loader takes over from torch's.
-TAKEN = "batch_size num_workers pin_memory drop_last timeout worker_init_fn generator"
+TAKEN = "batch_size num_workers collate_fn pin_memory drop_last timeout worker_init_fn generator"
 TAKEN += " multiprocessing_context prefetch_factor persistent_workers pin_memory_device in_order"
 
 
@@ -239,8 +230,6 @@ def with_fastamp(loader: Any, device: str) -> Iterable[Any]:
     if type(loader) is not DataLoader:
         return loader if device == "cpu" else fastamp.prefetch(loader, device)
     options = {name: getattr(loader, name) for name in TAKEN.split()}
-    if loader.collate_fn not in {default_collate, default_convert}:
-        options["collate_fn"] = loader.collate_fn
     if not isinstance(loader.dataset, IterableDataset):
         options["sampler"] = loader.sampler
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
