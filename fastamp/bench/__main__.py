@@ -42,8 +42,7 @@ def _writable_file(text: str) -> Path:
     path = Path(text).absolute()
     needed = path if path.exists() else f"{path.parent}/."  # a folder
     if path.is_dir() or not os.access(needed, os.W_OK):
-        message = f"{text!r} is no file that can be written"
-        raise argparse.ArgumentTypeError(message)
+        refuse(text, "is no file that can be written")
     return path
 
 
@@ -57,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _say(args, f"no verdict: the baseline cannot be compared: {'; '.join(found)}", 3)
         for name, _ in args.fail_on:
             if args.baseline is None:
-                refuse("--fail-on", name, "needs a --baseline")
+                refuse(name, "needs a --baseline", "--fail-on")
             if name not in args.baseline["metrics"]:
                 has = ", ".join(args.baseline["metrics"])
-                refuse("--fail-on", name, f"is no metric of the baseline, which has {has}")
+                refuse(name, f"is no metric of the baseline, which has {has}", "--fail-on")
         report = work()
         known = {each.name: each for each in report.measurements}
         changes = [

@@ -48,8 +48,7 @@ def add_options(add: Callable[..., object]) -> None:
 def _target(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
     if name not in TARGETS:
-        message = f"{text!r} is none of speedup:X, memory:X and accuracy:X"
-        raise argparse.ArgumentTypeError(message)
+        refuse(text, "is none of speedup:X, memory:X and accuracy:X")
     return name, number(float, -1, 1e6)(value)
 
 
@@ -60,7 +59,7 @@ def prepare(args: argparse.Namespace) -> Task:
     for place in (task, *(place for _, place in args.arm)):
         find_make(place)  # fails at once if there is no such function
     if len({*names}) < len(names):
-        refuse("--arm", names, "names two arms alike")
+        refuse(names, "names two arms alike", "--arm")
     args.steps = args.steps or (MAIN_STEPS if is_main else None)
     args.targets = dict(args.target) or (dict(TARGETS) if is_main else {})
     args.memory = args.memory or "memory" in args.targets

@@ -4,7 +4,6 @@ The text on the terminal, the JSON file and the page are made from the record, a
 held to it as its baseline.
 """
 
-import argparse
 import json
 import math
 import re
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 
 from torch.utils._pytree import tree_map_only
 
+from fastamp.bench.options import refuse
 from fastamp.bench.race import UNTOLD, Interval, Race, exp, find_noise, verdict_on
 from fastamp.timer.timer import align
 
@@ -177,8 +177,7 @@ def read_baseline(text: str) -> dict[str, Any]:
     try:
         return _find_metrics(json.loads(Path(text).read_bytes()))
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        message = f"{text!r} cannot be read as a bench's record: {error!r}"
-        raise argparse.ArgumentTypeError(message) from error
+        refuse(text, f"cannot be read as a bench's record: {error!r}")
 
 
 def _find_metrics(record: dict[str, Any]) -> dict[str, Any]:
@@ -205,8 +204,7 @@ def read_bound(text: str) -> tuple[str, float]:
     found = re.fullmatch(r"(.+):([+-]\d+(?:\.\d+)?)%", text)
     change = float(found[2]) / 100 if found else 0.0
     if found is None or not -1 < change < 1 or change == 0:
-        message = f"{text!r} is not a metric and a change from -99% to +99%, as in 'speedup:-5%'"
-        raise argparse.ArgumentTypeError(message)
+        refuse(text, "is not a metric and a change from -99% to +99%, as in 'speedup:-5%'")
     return found[1], change
 
 

@@ -131,17 +131,17 @@ def find_make(text: str) -> Make:
     path, is_file = Path(place).absolute(), place.endswith(".py")
     if not place or (is_file and not path.is_file()):
         known = f"or one of {', '.join(JOBS)}"
-        refuse("task", text, f"is no file: expected FILE.py, FILE.py:make, {known}")
+        refuse(text, f"is no file: expected FILE.py, FILE.py:make, {known}", "task")
     if is_file and str(path.parent) != sys.path[0]:
         sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()  # the file may be new
     with Part(path.name, "its import"):
         module = importlib.import_module(path.stem if is_file else place)
     if is_file and path.resolve() != Path(getattr(module, "__file__", None) or "").resolve():
-        refuse("task", text, f"cannot be imported: another module is called {path.stem!r}")
+        refuse(text, f"cannot be imported: another module is called {path.stem!r}", "task")
     found = getattr(module, name, None)
     if not callable(found):
-        refuse("task", text, f"has no function {name!r}")
+        refuse(text, f"has no function {name!r}", "task")
     return found  # type: ignore[no-any-return]
 
 

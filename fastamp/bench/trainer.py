@@ -3,7 +3,6 @@
 Every arm calls a task's function itself, so that no two share a model, a loss or a loader.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import fastamp
 from fastamp.bench import tasks
 from fastamp.bench.environment import DTYPES, no_speed_reason
+from fastamp.bench.options import refuse
 from fastamp.bench.tasks import BrokenTask, Part
 from fastamp.step.native import parameters_of
 from fastamp.train.batches import count_samples
@@ -48,8 +48,7 @@ def read_arm(text: str) -> tuple[str, str]:
     """Return the name and the task of NAME=FILE.py:make, for argparse."""
     name, _, place = text.partition("=")
     if not name or not place or name in PRECISIONS:
-        message = f"{text!r} is not NAME=FILE.py:make, with a name of its own"
-        raise argparse.ArgumentTypeError(message)
+        refuse(text, "is not NAME=FILE.py:make, with a name of its own")
     return name, tasks.with_absolute_path(place)
 
 
