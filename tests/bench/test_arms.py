@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 
 import pytest
 import torch
@@ -26,9 +25,8 @@ def data():
 
 
 @pytest.fixture
-def task(tmp_path, monkeypatch):
+def task(tmp_path):
     """Return a function that writes a task's file and returns its name."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
     count = itertools.count()
 
     def write(text, name="make"):
@@ -154,19 +152,6 @@ def slow(device, seed):
         del torch.seen
 
 
-def test_noise_in_the_data_is_raced_as_it_is(task, monkeypatch):
-    text = """
-class Noisy(torch.utils.data.Dataset):
-    def __len__(self): return 64
-    def __getitem__(self, i): return torch.randn(4), i % 3
-def make(device, seed):
-    return nn.Linear(4, 3), Noisy(), loss
-"""
-    found = measure.race_task(list_arms(task(text), ["fp32"]), 8)
-    assert [len(curve) for curve in found.losses.values()] == [8, 8]
-    assert found.left_out == {}
-
-
 def test_a_precision_in_which_the_model_fails_is_left_out_and_fp32_is_not(task):
     text = """
 class Only(nn.Linear):
@@ -207,14 +192,18 @@ def make(device, seed):
     assert found[1]["torch bf16"].startswith("batch_size: a step does not fit into memory; loss:")
 
 
-def test_a_task_is_made_once_for_each_arm_of_a_build_and_nowhere_else(task):
+def test_a_task_is_made_once_for_each_arm_of_a_build_and_its_noise_is_raced_as_it_is(task):
     text = """
 torch.made = []
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): return torch.randn(4), i % 3
 def make(device, seed):
     torch.made.append(seed)
-    return nn.Linear(4, 3), data(), loss
+    return nn.Linear(4, 3), Noisy(), loss
 """
-    measure.race_task(list_arms(task(text), ["fp32"]), 8)
+    found = measure.race_task(list_arms(task(text), ["fp32"]), 8)
+    assert [len(curve) for curve in found.losses.values()] == [8, 8]
     assert torch.made == [0] * 2 * 3  # arms, builds
     del torch.made
 

@@ -44,9 +44,7 @@ def quick(monkeypatch):
     """Take the subprocesses out of the command, on a CPU that is fast at everything."""
     monkeypatch.setattr(main_job, "peak_memory", lambda *_: 100 * MIB)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
-    monkeypatch.setattr(measure, "SHARES_BLOCKS", 3)
     monkeypatch.setitem(gpt.MAIN_SHAPES, "cpu", TINY_SHAPE)
-    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture
@@ -63,7 +61,7 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
 from fastamp.bench import apart, cores, environment, gpt, measure
 from fastamp.bench.gpt import Shape
-from fastamp.bench.race import Plan, Race
+from fastamp.bench.race import Plan
 measure.SHARES_BLOCKS = 3
 environment.cpu_features = lambda: {"amx_bf16"}
 cores._read = dict  # a busy machine has another first line
@@ -118,23 +116,14 @@ def test_the_record_has_every_step_of_every_arm_and_where_its_time_goes(finished
 
 
 @pytest.mark.parametrize(
-    ("step_s", "left", "steps"),
+    ("step_s", "left", "workers", "steps"),
     [
-        (0.2, 44, 1),
-        (0.02, 44, 3),
-        (0.01, 5000, 5),
-        (1e-9, 5000, 40),
-        (1e-3, 2, 1),
-        (1e-3, None, 40),
+        *((0.2, 44, 0, 1), (0.02, 44, 0, 3), (0.01, 5000, 0, 5), (1e-9, 5000, 0, 40)),
+        *((1e-3, 2, 0, 1), (1e-3, None, 0, 40), (1.0, None, 2, 8), (1e-9, None, 2, 40)),
     ],
 )
-def test_a_visit_is_long_and_leaves_six_blocks_or_single_steps(step_s, left, steps):
-    assert measure.count_visit_steps(step_s, left) == steps
-
-
-def test_a_visit_with_workers_is_longer_than_the_batches_that_they_have_made_ahead():
-    assert measure.count_visit_steps(1.0, None, workers=2) == 8
-    assert measure.count_visit_steps(1e-9, None, workers=2) == 40
+def test_a_visit_is_long_with_workers_longer_and_leaves_six_blocks(step_s, left, workers, steps):
+    assert measure.count_visit_steps(step_s, left, workers) == steps
 
 
 def test_memory_is_measured_in_another_process_and_grows_with_the_model(processes):
@@ -341,15 +330,13 @@ def test_a_built_in_task_has_the_same_losses_by_torch_and_by_fastamp(name, monke
     ("options", "message"),
     [
         ("--steps 2", "argument --steps: '2' is not"),
-        (
-            "latency --batch-sizes 1 0",
-            "argument --batch-sizes: '0' is not an integer of at least 1",
-        ),
+        ("latency --batch-sizes 1 0", "--batch-sizes: '0' is not an integer of at least 1"),
         ("--target loss:1", "argument --target: 'loss:1' is none of speedup:X, memory:X and"),
         ("--arm x", "argument --arm: 'x' is not NAME=FILE.py:make"),
         ("--arm x=missing.py", "missing.py' is no file: expected FILE.py, FILE.py:make, or"),
         ("--precision fp8", "argument --precision: invalid choice: 'fp8'"),
         ("--json missing/x", "argument --json: 'missing/x' is no file that can be written"),
+        ("--report /dev/null/x", "argument --report: '/dev/null/x' is no file that can be written"),
         ("--step 5", "unrecognized arguments: --step"),
         ("race", "argument task: 'race' is no file: expected FILE.py, FILE.py:make, or one of gpt"),
         ("--fail-on speedup:-5%", "argument --fail-on: 'speedup' needs a --baseline"),
@@ -367,17 +354,12 @@ def test_a_bad_argument_is_named_before_any_work(options, message, monkeypatch, 
 
 
 @pytest.mark.cuda
-def test_a_task_runs_on_a_gpu_in_three_precisions(task, tmp_path, device):
+def test_a_task_runs_on_a_gpu_in_three_precisions_and_other_commands_run(task, tmp_path, device):
     torch.ones(1, device=device)  # the arms are made in processes of their own
     path = tmp_path / "found.json"
     assert main([str(task), "--memory", "--steps", "8", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["job"]["precisions"] == ["fp32", "bf16", "fp16"]
     assert all(peak > 0 for peak in found["details"]["peak_memory_nbytes"].values())
-
-
-@pytest.mark.cuda
-def test_the_other_commands_run_on_a_gpu(device):
-    torch.ones(1, device=device)  # they make theirs in processes of their own
     for command in ("step --rows in-a-loop/adamw", "latency --batch-sizes 1"):
         assert main(command.split()) == 0

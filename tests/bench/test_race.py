@@ -25,11 +25,9 @@ from fastamp.bench.race import (
     Race,
     Visit,
     collect,
-    estimate,
     find_noise,
     run_build,
     run_race,
-    verdict_on,
 )
 from fastamp.bench.record import Measurement, compare_arms
 from fastamp.bench.tasks import BrokenTask, expect
@@ -215,11 +213,8 @@ def test_a_race_that_is_done_is_built_no_more_beside_one_that_is_not():
 # Fresh processes
 
 
-def test_a_build_apart_is_another_process(processes):
+def test_a_build_apart_is_another_process_whose_broken_task_is_raised_here(processes):
     assert apart.run_apart(os.getpid) != os.getpid()
-
-
-def test_a_broken_task_of_another_process_is_raised_here(processes):
     with pytest.raises(BrokenTask, match="make: expected more, got less"):
         apart.run_apart(expect, False, "make", "more", "less")
 
@@ -338,26 +333,6 @@ def test_beyond_10_percent_of_waiting_there_is_no_verdict_and_no_sentence(waited
 # Intervals and verdicts
 
 
-@pytest.mark.parametrize("n", [3, 5, 12, 60])
-def test_an_interval_covers_the_truth_as_often_as_it_says(n):
-    rng = np.random.default_rng(n)
-    found = [estimate(rng.normal(0, 1, n).tolist()) for _ in range(400)]
-    assert sum(each.low <= 0 <= each.high for each in found) >= 367  # 380, 3 deviations
-
-
-@pytest.mark.parametrize(
-    ("ends", "verdict"),
-    [
-        ((1.5, 1.6), "pass"),
-        ((1.4, 1.4999), "fail"),
-        ((1.4, 1.5), "inconclusive"),
-        ((math.nan, math.nan), "inconclusive"),
-    ],
-)
-def test_only_an_interval_that_clears_the_target_passes(ends, verdict):
-    assert verdict_on(Interval(value=1.5, low=ends[0], high=ends[1]), low=1.5) == verdict
-
-
 @pytest.mark.parametrize(
     ("ends", "verdict"),
     [
@@ -366,8 +341,6 @@ def test_only_an_interval_that_clears_the_target_passes(ends, verdict):
         ((0.99, 1.01), "equal"),
         ((0.86, 2.63), "cannot tell"),
         ((0.99, 1.05), "cannot tell"),
-        ((0.045, 667.0), "cannot tell"),
-        ((-math.inf, math.inf), "cannot tell"),
         ((math.nan, math.nan), "cannot tell"),
     ],
 )
