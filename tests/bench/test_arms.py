@@ -163,10 +163,14 @@ def make(device, seed):
     return Only(4, 3), data(), loss
 def broken(device, seed):
     return nn.Linear(5, 3), data(), loss
+def right(device, seed):
+    return nn.Linear(4, 3), data(), loss
 """
     place = task(text)
-    found = measure.race_task(list_arms(place, ["fp32", "bf16"]), 8)
-    assert found.race.arms == ["torch fp32", "fastamp fp32"]
+    own = [("mine", place.replace(":make", ":right"))]
+    found = measure.race_task(list_arms(place, ["fp32", "bf16"], own), 8)
+    assert found.race.arms == ["torch fp32", "fastamp fp32", "mine"]
+    assert found.arms[-1].base == "torch fp32"
     assert {*found.left_out} == {"torch bf16", "fastamp bf16"}
     assert "AssertionError: half is not for me" in found.left_out["torch bf16"]
     broken = place.replace(":make", ":broken")

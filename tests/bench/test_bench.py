@@ -42,7 +42,7 @@ def wide(device, seed):
 @pytest.fixture
 def quick(monkeypatch):
     """Take the subprocesses out of the command, on a CPU that is fast at everything."""
-    monkeypatch.setattr(main_job, "peak_memory", lambda *_: 100 * MIB)
+    monkeypatch.setattr(main_job, "peak_memory", lambda arm: (arm.batch_size or 100) * MIB)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     monkeypatch.setitem(gpt.MAIN_SHAPES, "cpu", TINY_SHAPE)
 
@@ -160,11 +160,13 @@ def test_every_arm_starts_from_the_same_weights_and_takes_the_same_batches(
 
 def test_an_arm_is_another_task_with_a_row_and_a_verdict(quick, task, tmp_path, capsys):
     path = tmp_path / "found.json"
-    words = [str(task), "--arm", f"wide={task}:wide", "--precision", "fp32", "--steps", "8"]
+    options = "--precision fp32 --steps 8 --memory --batch-size 7"
+    words = [str(task), "--arm", f"wide={task}:wide", *options.split()]
     assert main([*words, "--device", "cpu", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert [row[""] for row in found["table"]] == ["fp32", "wide"]
     assert [*found["losses"]] == ["torch fp32", "fastamp fp32", "wide"]
+    assert {*found["details"]["peak_memory_nbytes"].values()} == {7 * MIB}
     [ratio] = [each for each in found["measurements"] if each["name"] == "speedup/wide"]
     assert (ratio["base"], ratio["unit"]) == ("torch fp32", "x")
     assert main([*words, "--arm", f"wide={task}:wide"]) == 2
