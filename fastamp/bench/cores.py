@@ -46,15 +46,16 @@ class Cores:
 
 def _count_busy_s() -> float:
     """Return for how long the cores that this process may use have run programs."""
-    file, ticks = PROCESSES / "stat", 0
+    file, ticks = PROCESSES / "stat", {}
     if not file.exists():
         return 0.0
-    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     for name, *times in map(str.split, file.read_text(encoding="ascii").splitlines()):
-        if name in ours:
+        if name.startswith("cpu"):
             user, nice, system, _idle, _wait, irq, soft_irq, stolen, *_ = map(int, times)
-            ticks += user + nice + system + irq + soft_irq + stolen
-    return ticks / os.sysconf("SC_CLK_TCK")
+            ticks[name] = user + nice + system + irq + soft_irq + stolen
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    names = ours if ours <= {*ticks} else {"cpu"}  # all that a container with its own numbers has
+    return sum(ticks[name] for name in names) / os.sysconf("SC_CLK_TCK")
 
 
 def _read() -> dict[str, tuple[float, float]]:

@@ -247,7 +247,7 @@ def schedule(folder, busy_s, *threads):
     """Write the times of two cores and of another one, and of threads, as the kernel does."""
     ticks = [100 + int(time_s * os.sysconf("SC_CLK_TCK")) for time_s in (busy_s, 0, 9 * busy_s)]
     lines = [f"cpu{core} {each} 0 0 9 9 0 0 0 0 0" for core, each in enumerate(ticks)]
-    (folder / "stat").write_text("\n".join(["cpu  1 1", *lines, "ctxt 7"]))
+    (folder / "stat").write_text("\n".join([f"cpu {sum(ticks)} 0 0 9 9 0 0 0", *lines, "ctxt 7"]))
     for name, times_s in enumerate(threads):
         path = folder / "self" / "task" / str(name)
         path.mkdir(parents=True, exist_ok=True)
@@ -256,23 +256,23 @@ def schedule(folder, busy_s, *threads):
 
 
 @pytest.mark.parametrize(
-    ("threads", "ended_s", "busy_s", "share"),
+    ("threads", "ended_s", "busy_s", "own", "share"),
     [
-        ([(10.0, 0.0)], 0.0, 10.0, 0.0),
-        ([(5.0, 5.0), (5.0, 5.0)], 0.0, 20.0, 0.5),  # two busy neighbours
-        ([(6.7, 3.3), (6.7, 3.3)], 0.0, 20.0, 0.33),  # one
-        ([(10.0, 10.0), (10.0, 10.0)], 0.0, 20.0, 0.0),  # four threads of our own on two cores
-        ([(9.0, 8.0)], 10.0, 20.0, 0.05),  # it waited for two workers of its own, which have ended
-        ([(9.0, 8.0)], 0.0, 12.0, 0.25),  # a core was idle most of the time
+        ([(10.0, 0.0)], 0.0, 10.0, {0, 1}, 0.0),
+        ([(5.0, 5.0), (5.0, 5.0)], 0.0, 20.0, {7, 8}, 0.5),  # two busy neighbours
+        ([(6.7, 3.3), (6.7, 3.3)], 0.0, 20.0, {0, 1}, 0.33),  # one
+        ([(10.0, 10.0), (10.0, 10.0)], 0.0, 20.0, {0, 1}, 0.0),  # four threads on two cores
+        ([(9.0, 8.0)], 10.0, 20.0, {0, 1}, 0.05),  # two workers of its own have ended
+        ([(9.0, 8.0)], 0.0, 12.0, {0, 1}, 0.25),  # a core was idle most of the time
     ],
 )
 def test_a_neighbour_is_time_that_threads_waited_for_a_core_that_others_had(
-    threads, ended_s, busy_s, share, tmp_path, monkeypatch
+    threads, ended_s, busy_s, own, share, tmp_path, monkeypatch
 ):
     ended = iter([os.times_result((0, 0, 3, 1, 0)), os.times_result((0, 0, 3 + ended_s, 1, 0))])
     monkeypatch.undo()
     monkeypatch.setattr(cores, "PROCESSES", tmp_path)
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: own)
     monkeypatch.setattr(cores.os, "times", lambda: next(ended))
     schedule(tmp_path, 0.0, (0.0, 0.0))
     counted = Cores()
