@@ -128,8 +128,8 @@ def pure(session: nox.Session) -> None:
     check = "import fastamp; assert fastamp.backends() == ['fallback']"
     session.run("python", "-c", check, env=env)
     session.run("python", "-m", "fastamp.bench", "doctor", env=env)
-    step, data = ["clip_and_norm", "backends"], ["collate", "padding", "loader", "datasets"]
-    data += ["passes", "resume", "wrong_states"]
+    step = ["clip_and_norm", "backends"]
+    data = ["collate", "padding", "loader", "datasets", "passes", "resume"]
     tests = [f"tests/step/test_{name}.py" for name in step]
     tests += [f"tests/data/test_{name}.py" for name in data]
     session.run("python", "-m", "pytest", "-q", *(session.posargs or tests), env=env)

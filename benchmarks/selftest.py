@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def build(_: list[str], number: int) -> dict[str, Build]:
         return {"": apart.run_apart(work_once, units, plan, number)}
 
-    race = collect(build, [""], plan, is_apart=True)[""]
+    race = collect(build, [""], plan)[""]
     if noise := find_noise({"the selftest": race}):
         print(noise)
         return 3

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 from time import perf_counter
@@ -99,8 +99,8 @@ def train(arms: list[Arm], seed: int, steps: int, target: float) -> Seed:
     The first arm stops after its steps where no loss is a target, and else after MOST times them.
     """
     reference = arms[0].name
-    trainers = {arm.name: Trainer(arm, DEVICE, seed) for arm in arms}
-    judge = Trainer(arms[0], DEVICE, seed)
+    arms = [replace(arm, seed=seed) for arm in arms]
+    trainers, judge = {arm.name: Trainer(arm) for arm in arms}, Trainer(arms[0])
     curves = {name: Curve(losses=[_score(judge, each)]) for name, each in trainers.items()}
     most = steps if target == -math.inf else MOST * steps
     live, rng, part = [*trainers], np.random.default_rng(seed), max(round(steps / PARTS), 1)
@@ -140,10 +140,9 @@ def _score(judge: Trainer, trainer: Trainer) -> float:
         for mine, value in zip(values, theirs, strict=True):
             mine.copy_(value)
     torch.manual_seed(0)  # a random part of the held-out data is the same one for all
-    losses = [score.loss for score in judge.evaluate()]
-    expect(losses not in ([], [None]), "options['evaluate']", 'a dict with "loss"', "none")
-    loss = float(losses[0] or 0.0)
-    return math.inf if math.isnan(loss) else loss
+    loss = judge.evaluate().loss
+    expect(loss is not None, "options['evaluate']", 'a dict with "loss"', "none")
+    return math.inf if loss is None or math.isnan(loss) else loss
 
 
 def make_rows(found: list[Seed], target: float) -> list[list[str]]:

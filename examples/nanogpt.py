@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import fastamp
 from fastamp.bench.gpt import GPT, Shape
 
-STEPS, BATCH, BLOCK = 60, 16, 32
+STEPS, BATCH, BLOCK = 30, 16, 32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -31,7 +31,7 @@ def make_model():
 
 
 def report(step, loss):
-    if step % 10 == 0:
+    if step % 5 == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 
 

@@ -78,10 +78,10 @@ def _to_emulate(items: list[pytest.Item]) -> list[pytest.Item]:
         if item.get_closest_marker("emulated") and item.path.parent.name == "step":
             runs.setdefault(item.nodeid.partition("[")[0], []).append(item)
     if AT_LARGE:
-        kept = {id(item) for found in runs.values() for item in found}
+        used = {id(item) for of_test in runs.values() for item in of_test}
     else:  # the parameters that a hash of its name picks
-        kept = {id(found[zlib.crc32(name.encode()) % len(found)]) for name, found in runs.items()}
-    return [i for i in items if id(i) in kept or not i.get_closest_marker("emulated")]
+        used = {id(each[zlib.crc32(name.encode()) % len(each)]) for name, each in runs.items()}
+    return [i for i in items if id(i) in used or not i.get_closest_marker("emulated")]
 
 
 def _pairs(item: pytest.Item) -> set[tuple[tuple[str, int], ...]]:
@@ -101,16 +101,16 @@ def _pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
         if (item.get_closest_marker("pairwise") or runs_for_cuda(item)) and not AT_LARGE:
             counted = [name for name in COUNTED if item.get_closest_marker(name)]
             runs.setdefault(f"{item.nodeid.partition('[')[0]} {counted}", []).append(item)
-    left_out = set()
-    for found in runs.values():
-        found.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # the same ones each time
-        missing = set().union(*map(_pairs, found))
+    redundant = set()
+    for of_test in runs.values():
+        of_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # the same ones each time
+        missing = set().union(*map(_pairs, of_test))
         while missing:
-            best = max(found, key=lambda item: len(_pairs(item) & missing))
+            best = max(of_test, key=lambda item: len(_pairs(item) & missing))
             missing -= _pairs(best)
-            found.remove(best)
-        left_out.update(map(id, found))
-    return [item for item in items if id(item) not in left_out]
+            of_test.remove(best)
+        redundant.update(map(id, of_test))
+    return [item for item in items if id(item) not in redundant]
 
 
 def _is_used(item: pytest.Item) -> bool:

@@ -123,45 +123,45 @@ py::object stack(const py::object& samples, const py::object& dtype, const py::o
   return out;
 }
 
-template <typename T>
-T* address_of(py::handle tensor) {
-  return reinterpret_cast<T*>(tensor.attr("data_ptr")().cast<std::uintptr_t>());
-}
-
-/// Gathers rows of a tensor whose rows are contiguous into a contiguous one, both on the CPU.
-void gather_rows(const py::object& array, const py::object& rows, const py::object& out,
-                 int num_threads, int widened) {
+/// Gathers the same rows of several tensors, whose rows are contiguous, into contiguous ones, all
+/// on the CPU. Integers become those of the output.
+void gather_rows(const py::list& arrays, const py::object& rows, const py::list& outs,
+                 int num_threads) {
   dlpack::Tensor places;
-  dlpack::Tensor target;
-  if (!read_host_tensor(rows, places) || itemsize_of(places.dtype) != sizeof(std::int64_t) ||
-      !read_host_tensor(out, target))
-    throw py::type_error("rows, out: expected contiguous tensors on the CPU, rows of int64");
-  const auto read = [&](const char* name, auto... index) {
-    return array.attr(name)(index...).template cast<std::int64_t>();
-  };
-  const std::int64_t itemsize = read("element_size");
-  const std::int64_t row_numel = places.numel() == 0 ? 0 : target.numel() / places.numel();
-  const Column column{address_of<char>(array), read("size", 0), read("stride", 0) * itemsize,
-                      row_numel * itemsize, widened};
-  const auto* all = static_cast<const std::int64_t*>(places.data);
-  auto* to = static_cast<char*>(target.data);
-  std::int64_t bad = -1;
-  {
-    const py::gil_scoped_release no_gil;
-    bad = gather(column, all, places.numel(), to, num_threads);
+  bool fits = read_host_tensor(rows, places) && itemsize_of(places.dtype) == sizeof(std::int64_t) &&
+              arrays.size() == outs.size();
+  std::vector<Column> columns(outs.size());
+  std::vector<char*> targets(outs.size());
+  for (std::size_t i = 0; fits && i < outs.size(); ++i) {
+    dlpack::Tensor array;
+    dlpack::Tensor target;
+    fits = read_rows(arrays[i], array) && read_host_tensor(outs[i], target);
+    if (!fits) break;
+    const std::int64_t itemsize = itemsize_of(array.dtype);
+    const std::int64_t numel = places.numel() == 0 ? 0 : target.numel() / places.numel();
+    const auto size = static_cast<int>(array.dtype.code == dlpack::kInt ? -itemsize : itemsize);
+    columns[i] = {static_cast<const char*>(array.data), array.shape[0], array.strides[0] * itemsize,
+                  numel * itemsize, array.dtype == target.dtype ? 0 : size};
+    targets[i] = static_cast<char*>(target.data);
   }
-  if (bad >= 0)
-    throw py::index_error("index " + std::to_string(all[bad]) +
-                          " is out of bounds for dimension 0 with size " +
-                          std::to_string(column.num_rows));
+  if (!fits) throw py::type_error("arrays, rows, outs: expected tensors on the CPU, rows of int64");
+  const auto* all = static_cast<const std::int64_t*>(places.data);
+  const py::gil_scoped_release no_gil;
+  for (std::size_t i = 0; i < columns.size(); ++i) {
+    const std::int64_t bad = gather(columns[i], all, places.numel(), targets[i], num_threads);
+    if (bad >= 0)
+      throw std::out_of_range("index " + std::to_string(all[bad]) +
+                              " is out of bounds for dimension 0 with size " +
+                              std::to_string(columns[i].num_rows));
+  }
 }
 
 }  // namespace
 
 // Documented in fastamp/data/sources.py and fastamp/data/collate.py.
 void define_data(py::module_& module) {
-  module.def("gather", &gather_rows, py::arg("array"), py::arg("rows"), py::arg("out"),
-             py::arg("num_threads"), py::arg("widened") = 0);
+  module.def("gather", &gather_rows, py::arg("arrays"), py::arg("rows"), py::arg("outs"),
+             py::arg("num_threads"));
   module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),
              py::arg("pad") = py::none(), py::arg("multiple") = 1);
 }

@@ -182,6 +182,15 @@ bool read_host_tensor(py::handle object, dlpack::Tensor& tensor) {
          !has_flags(object.ptr(), tensor);
 }
 
+bool read_rows(py::handle object, dlpack::Tensor& tensor) {
+  if (!read(object, tensor) || !is_on(tensor.device, kHost) || tensor.ndim == 0) return false;
+  dlpack::Tensor row = tensor;
+  row.ndim -= 1;
+  row.shape += 1;
+  row.strides += 1;
+  return is_contiguous(row);
+}
+
 void* data_of(py::handle tensor, DataType dtype, std::int64_t numel, dlpack::Device device,
               const char* argument) {
   dlpack::Tensor found;

@@ -49,6 +49,9 @@ void drop_grad(py::handle tensor);
 /// is no conjugated or negated view. Returns false for every other.
 bool read_host_tensor(py::handle object, dlpack::Tensor& tensor);
 
+/// Reads a plain tensor on the host whose rows are contiguous; they may overlap, or lie apart.
+bool read_rows(py::handle object, dlpack::Tensor& tensor);
+
 /// Returns the address of a dense tensor on a device, of the given type, that has at least `numel`
 /// elements, and raises a TypeError that names `argument` otherwise.
 void* data_of(py::handle tensor, dlpack::DataType dtype, std::int64_t numel, dlpack::Device device,

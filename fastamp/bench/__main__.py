@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 from fastamp._files import write
 from fastamp.bench import doctor, latency, loader, main_job, page, record, step, timer
 from fastamp.bench.environment import describe
-from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.record import BASELINE, Measurement, Task, read_baseline, read_bound
+from fastamp.bench.options import DEFAULT, number, refuse
+from fastamp.bench.record import BASELINE, Measurement, read_baseline, read_bound
 from fastamp.bench.tasks import BrokenTask
 
 PROGRAM = "python -m fastamp.bench"
@@ -42,18 +42,24 @@ def _writable_file(text: str) -> Path:
     path = Path(text).absolute()
     needed = path if path.exists() else f"{path.parent}/."  # a folder
     if path.is_dir() or not os.access(needed, os.W_OK):
-        message = f"{text!r} is no file that can be written"
-        raise argparse.ArgumentTypeError(message)
+        refuse(text, "is no file that can be written")
     return path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
-    args, (job, work) = _parse(list(sys.argv[1:] if argv is None else argv))
-    run = {"command": args.command, "environment": describe(args.device), "job": job}
-    for problem, status in _find_problems(args, run):
-        return _say(args, problem, status)
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
+        job, work = COMMANDS[args.command].prepare(args)
+        run = {"command": args.command, "environment": describe(args.device), "job": job}
+        if args.baseline is not None and (found := record.differences(args.baseline, run)):
+            return _say(args, f"no verdict: the baseline cannot be compared: {'; '.join(found)}", 3)
+        for name, _ in args.fail_on:
+            if args.baseline is None:
+                refuse(name, "needs a --baseline", "--fail-on")
+            if name not in args.baseline["metrics"]:
+                has = ", ".join(args.baseline["metrics"])
+                refuse(name, f"is no metric of the baseline, which has {has}", "--fail-on")
         report = work()
         known = {each.name: each for each in report.measurements}
         changes = [
@@ -62,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         measurements = record.doubt([*report.measurements, *changes], report.races)
         _write(record.make_record(replace(report, measurements=measurements), run), args)
+    except argparse.ArgumentError as error:
+        return _say(args, f"error: {error}")
     except BrokenTask as error:
         task = f"argument task: {args.task!r}" if "task" in args else "a task"
         print(error.trace, end="", file=sys.stderr)
@@ -70,21 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(args, f"error: cannot write {error.filename or 'the output'}: {error.strerror}")
     held = [each for each in measurements if each.target]
     judged = {each.verdict for each in held if args.check or each.base == BASELINE}
-    if "fail" in judged or report.failures:
-        return 1
-    if args.check and not judged:
+    if args.check and not judged and not report.failures:
         return _say(args, f"no verdict: {args.command} has no targets for --check", 3)
-    return 3 if "inconclusive" in judged or judged == {"n/a"} else 0
-
-
-def _find_problems(args: argparse.Namespace, run: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield why a run cannot be held to the baseline, and the exit status."""
-    if args.baseline is not None and (found := record.differences(args.baseline, run)):
-        yield f"no verdict: the baseline cannot be compared: {'; '.join(found)}", 3
-    for name, _ in args.fail_on:
-        if name not in (known := args.baseline["metrics"]):
-            has = f"is no metric of the baseline, which has {', '.join(known)}"
-            yield f"error: argument --fail-on: {name!r} {has}", 2
+    status = 3 if "inconclusive" in judged or judged == {"n/a"} else 0
+    return 1 if "fail" in judged or report.failures else status
 
 
 def _say(args: argparse.Namespace, text: str, status: int = 2) -> int:
@@ -102,13 +99,13 @@ def _write(found: dict[str, Any], args: argparse.Namespace) -> None:
         for option, text in {"json": saved, "report": page.make(found)}.items():
             if (path := vars(args)[option]) is not None:
                 try:
-                    write(path, text.encode())
+                    write(path, text.encode(errors="replace"))  # as in the name of a file
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, f"--{option} {path}") from None
 
 
-def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
-    """Return the options, and the job with its function; exit with 2 for a bad argument."""
+def _parse(words: list[str]) -> argparse.Namespace:
+    """Return the options; exit with 2 for a bad argument."""
     if not words or words[0] not in {*COMMANDS, "-h", "--help"}:
         words.insert(0, "train")
     parser = argparse.ArgumentParser(
@@ -117,6 +114,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         epilog=f"Without a command: train; 'train --help' for its options. {STATUS}",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="command")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    where = "cuda or cpu (default: cuda where torch finds a GPU)"
     for name, command in COMMANDS.items():
         added = subparsers.add_parser(
             name,
@@ -126,33 +125,24 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
             description=command.__doc__,
             epilog=f"{STATUS}\n{getattr(command, 'VERBATIM', '')}",
         )
-        _add_options(added.add_argument)
-        getattr(command, "add_options", lambda _: None)(added.add_argument)
-    args = parser.parse_args(words)
-    refused = subparsers.choices[args.command].error
-    if args.fail_on and args.baseline is None:
-        refused("argument --fail-on: needs a --baseline")
-    try:
-        return args, COMMANDS[args.command].prepare(args)
-    except argparse.ArgumentError as error:
-        refused(str(error))
-    except BrokenTask as error:
-        print(error.trace, end="", file=sys.stderr)
-        refused(f"argument task: {args.task!r} breaks its contract: {error}")
-
-
-def _add_options(add: Callable[..., object]) -> None:
-    """Add the options of all commands."""
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    where = "cuda or cpu (default: cuda where torch finds a GPU)"
-    add("--device", choices=devices, default=devices[0], help=where)
-    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}")
-    add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
-    add("--report", type=_writable_file, metavar="FILE", help="write an HTML page to FILE")
-    add("--baseline", type=read_baseline, metavar="FILE", help="a file of --json to be held to")
-    bound: dict[str, Any] = {"type": read_bound, "action": "append", "default": []}
-    add("--fail-on", **bound, metavar="BOUND", help=MOVES)
-    add("--check", action="store_true", help="exit with 1 if a target is missed")
+        add: Any = added.add_argument
+        add("--device", choices=devices, default=devices[0], help=where)
+        add(
+            "--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}"
+        )
+        add(
+            "--json",
+            type=_writable_file,
+            metavar="FILE",
+            help="write all that was measured to FILE",
+        )
+        add("--report", type=_writable_file, metavar="FILE", help="write an HTML page to FILE")
+        add("--baseline", type=read_baseline, metavar="FILE", help="a file of --json to be held to")
+        bound: dict[str, Any] = {"type": read_bound, "action": "append", "default": []}
+        add("--fail-on", **bound, metavar="BOUND", help=MOVES)
+        add("--check", action="store_true", help="exit with 1 if a target is missed")
+        getattr(command, "add_options", lambda _: None)(add)
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from fastamp.bench.tasks import BrokenTask
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def run_apart(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+def run_apart(work: Callable[..., T], *args: Any) -> T:
     """Call a function in a fresh process, and return what it returns.
 
     Raises:
@@ -24,7 +23,7 @@ def run_apart(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     theirs.close()  # so that the end of the process ends the wait
     try:
         # Not by the start, which would wait for ever for a process that dies before it reads.
-        ours.send((work, args, options))
+        ours.send((work, args))
         found: Any = ours.recv()
     except (EOFError, ConnectionError):
         process.join()
@@ -43,8 +42,8 @@ def run_apart(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
 
 def _serve(pipe: "Connection[Any, Any]") -> None:
     """Send the result, or what is wrong with the task; fails, and ends, if the bench is gone."""
-    work, args, options = pipe.recv()
+    work, args = pipe.recv()
     try:
-        pipe.send(work(*args, **options))
+        pipe.send(work(*args))
     except BrokenTask as error:
         pipe.send(error)

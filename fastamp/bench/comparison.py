@@ -2,7 +2,7 @@
 
 import argparse
 import gc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from timeit import timeit
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastamp._progress import progress
 from fastamp.bench import apart
 from fastamp.bench.race import (
     UNTOLD,
@@ -29,25 +28,23 @@ from fastamp.timer.timer import align
 
 VISIT_S = 0.01  # of a callable, about: short ones are called several times
 MOST_CALLS = 50
-PLAN = Plan(build_s=1.0, limit_s=60.0)
+PLAN = Plan(build_s=1.0, limit_s=45.0)
 PLAIN = "plain"  # the arm that does the same work in the plainest way
 
 
 def run_cases(
     args: argparse.Namespace,
     plan: Plan,
-    names: Collection[str],
-    make: Callable[[str], Case],
+    cases: Mapping[str, Callable[[], Case]],
     notes: list[str],
 ) -> Report:
-    """Race the arms of each case; `make`, which can be pickled, builds it in fresh processes."""
-    with progress(plan.builds[-1]) as tick:
+    """Race the arms of cases, whose functions fresh processes call: they can be pickled."""
 
-        def build(unfinished: list[str], number: int) -> dict[str, Build]:
-            more = (plan, args.device, args.seed, unfinished, number)
-            return apart.run_apart(_build_cases, make, *more)
+    def build(unfinished: list[str], number: int) -> dict[str, Build]:
+        makes, seed = {name: cases[name] for name in unfinished}, args.seed * 1000 + number
+        return apart.run_apart(_build_cases, makes, plan, args.device, seed)
 
-        races = collect(build, names, plan, is_apart=True, tick=tick)
+    races = collect(build, cases, plan)
     known, rows, found = {}, [], []
     for name, race in races.items():
         base, last = race.arms[0], race.arms[-1]
@@ -62,23 +59,20 @@ def run_cases(
 
 
 def _build_cases(
-    make: Callable[[str], Case], plan: Plan, device: str, seed: int, names: list[str], number: int
+    makes: Mapping[str, Callable[[], Case]], plan: Plan, device: str, seed: int
 ) -> dict[str, Build]:
     """Build each case, one after the other, and time it."""
     builds = {}
-    for name in names:
-        case = make(name)
-        builds[name] = run_build(case, plan, device=device, seed=seed * 1000 + number)
-        builds[name].found = dict(case.amounts)
-        del case
-        gc.collect()
+    for name, make in makes.items():
+        gc.collect()  # the case before
+        builds[name] = run_build(make(), plan, device=device, seed=seed)
     return builds
 
 
 def _find_figures(race: Race, arm: str) -> dict[str, float]:
     """Return the times of an arm, and the rates of their median."""
     p50, p90, p99 = map(float, np.percentile(race.times_s(arm), (50, 90, 99)))
-    rates = {name: amount / p50 for name, amount in race.builds[0].found.items()}
+    rates = {name: amount / p50 for name, amount in race.builds[0].amounts.items()}
     return {"median ms": 1e3 * p50, "p90 ms": 1e3 * p90, "p99 ms": 1e3 * p99, **rates}
 
 
@@ -160,5 +154,4 @@ def compare(
     fastest_s = min(timeit(call, number=1) for call in callables.values())
     calls = min(max(round(VISIT_S / max(fastest_s, 1e-9)), 1), MOST_CALLS)
     case, plan = Case(arms=callables, calls=calls), replace(PLAN, build_s=build_s)
-    with progress(plan.builds[-1]) as tick:
-        return Comparison(run_race(lambda: case, plan, device=kind, tick=tick))
+    return Comparison(run_race(lambda: case, plan, device=kind))

@@ -18,6 +18,7 @@ import torch
 from fastamp._ops.choose import PIP_INSTALL, why_fallback
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.measure import limit
+from fastamp.bench.options import refuse
 from fastamp.bench.record import Report, Task
 
 EXTRA = "simplejpeg"  # whose absence is no error but slower
@@ -41,8 +42,7 @@ def prepare(args: argparse.Namespace) -> Task:
 def _look() -> Report:
     """Say which backend serves which device, and what is missing."""
     devices = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices += [torch.device("mps")] * torch.backends.mps.is_available()
     rows, notes = [], []
     for device in devices:
@@ -70,8 +70,7 @@ def _read(text: str) -> tuple[str, dict[str, Any]]:
     try:
         return text, show_regions(json.loads(Path(text).read_bytes()))
     except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-        message = f"{text!r} is no file of Timer.to_json with a region's time: {error!r}"
-        raise argparse.ArgumentTypeError(message) from error
+        refuse(text, f"is no file of Timer.to_json with a region's time: {error!r}")
 
 
 def show_regions(content: dict[str, Any]) -> dict[str, Any]:

@@ -157,18 +157,14 @@ def make_model(
     spread = Subset(held_out, range(0, len(held_out), -(-len(held_out) // VALIDATION_WINDOWS)))
     windows = [*DataLoader(spread, batch_size)]
     torch.manual_seed(seed)
-    model = GPT(shape)
+    model, rate = GPT(shape), LEARNING_RATE * 256 / shape.width
     options = {
-        "optimizer": partial(_make_optimizer, rate=LEARNING_RATE * 256 / shape.width),
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=rate, fused=True),
         "evaluate": partial(_evaluate, windows=windows),
         "batch_size": batch_size,
         "max_norm": MAX_NORM,
     }
     return model, train, _loss, options
-
-
-def _make_optimizer(model: GPT, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

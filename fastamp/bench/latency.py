@@ -6,15 +6,14 @@ from functools import partial
 
 import torch
 
-from fastamp.bench.comparison import run_cases
+from fastamp.bench.comparison import PLAN, run_cases
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.race import Case, Plan
+from fastamp.bench.race import Case
 from fastamp.bench.record import Task
 
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
-PLAN = Plan(build_s=1.0, limit_s=45.0)
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -26,18 +25,18 @@ def add_options(add: Callable[..., object]) -> None:
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     shape = SHAPES[args.device]
-    sizes = list(dict.fromkeys(map(str, args.batch_sizes)))
+    about = (shape, args.device, args.seed, DTYPES[args.precision])
+    cases = {str(size): partial(_make_case, *about, size) for size in args.batch_sizes}
     notes = [f"a race for each batch size; {args.precision}, windows of {shape.block_size} bytes"]
     notes += filter(None, [no_speed_reason(args.device, args.precision)])
-    job = {"batch_sizes": sizes, "precision": args.precision, "shape": shape._asdict()}
-    make = partial(_make_case, shape, args.device, args.seed, DTYPES[args.precision])
-    return job, partial(run_cases, args, PLAN, sizes, make, notes)
+    job = {"batch_sizes": [*cases], "precision": args.precision, "shape": shape._asdict()}
+    return job, partial(run_cases, args, PLAN, cases, notes)
 
 
-def _make_case(shape: Shape, device: str, seed: int, dtype: torch.dtype, name: str) -> Case:
+def _make_case(shape: Shape, device: str, seed: int, dtype: torch.dtype, size: int) -> Case:
     torch.manual_seed(seed)
     model = GPT(shape).to(device).eval()
-    tokens = torch.randint(256, (int(name), shape.block_size), device=device)
+    tokens = torch.randint(256, (size, shape.block_size), device=device)
     dtypes = {"fp32": None, "amp": dtype}
     return Case(arms={arm: partial(answer, model, tokens, each) for arm, each in dtypes.items()})
 

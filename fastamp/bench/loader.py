@@ -43,8 +43,8 @@ def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     notes = [f"{name}: {text}" for name, (text, *_) in DATA.items()]
     notes += ["a visit is a shuffled pass; plain is index_select(out=), no limit"]
-    make = partial(_make_case, args)
-    return {"data": [*DATA], "seed": args.seed}, lambda: run_cases(args, PLAN, [*DATA], make, notes)
+    cases = {name: partial(_make_case, args, name) for name in DATA}
+    return {"data": [*DATA], "seed": args.seed}, lambda: run_cases(args, PLAN, cases, notes)
 
 
 def make_plain(dataset: TensorDataset, size: int) -> Batches:

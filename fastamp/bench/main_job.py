@@ -2,15 +2,14 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from fastamp._progress import progress
-from fastamp.bench import measure, targets
+from fastamp.bench import apart, measure, targets
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.jobs import JOBS, MAIN
-from fastamp.bench.measure import Results, find_failures, last_loss, peak_memory, race_task
+from fastamp.bench.measure import Results, find_failures, peak_memory, race_task
 from fastamp.bench.options import DEFAULT, number, refuse
 from fastamp.bench.race import Interval
 from fastamp.bench.record import WIDTH, Measurement, Report, Task
@@ -49,29 +48,26 @@ def add_options(add: Callable[..., object]) -> None:
 def _target(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
     if name not in TARGETS:
-        message = f"{text!r} is none of speedup:X, memory:X and accuracy:X"
-        raise argparse.ArgumentTypeError(message)
+        refuse(text, "is none of speedup:X, memory:X and accuracy:X")
     return name, number(float, -1, 1e6)(value)
 
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
-    is_main = args.task == MAIN
-    task = with_absolute_path(args.task)  # it may change the folder
-    find_make(task)  # fails at once if there is no such function
-    names = [name for name, _ in args.arm]
-    for name, place in args.arm:
-        find_make(place)
-        if names.count(name) > 1:
-            refuse("--arm", name, "names two arms")
+    is_main, names = args.task == MAIN, [name for name, _ in args.arm]
+    task = with_absolute_path(args.task)  # an import may change the folder
+    for place in (task, *(place for _, place in args.arm)):
+        find_make(place)  # fails at once if there is no such function
+    if len({*names}) < len(names):
+        refuse(names, "names two arms alike", "--arm")
     args.steps = args.steps or (MAIN_STEPS if is_main else None)
     args.targets = dict(args.target) or (dict(TARGETS) if is_main else {})
     args.memory = args.memory or "memory" in args.targets
     precisions = list(dict.fromkeys(["fp32", *(args.precision or choose_precisions(args.device))]))
     args.memory_batch = args.batch_size or (MEMORY_BATCH[args.device] if is_main else None)
-    facts = {"task": args.task, "device": args.device, "precisions": precisions, "arms": names}
-    facts |= {"steps": args.steps, "batch_size": args.batch_size, "seed": args.seed}
-    return facts, partial(_run, args, list_arms(task, precisions, args.arm))
+    facts = {"task": args.task, "precisions": precisions, "arms": names, "steps": args.steps}
+    options = {"device": args.device, "seed": args.seed, "batch_size": args.batch_size}
+    return facts | options, partial(_run, args, list_arms(task, precisions, args.arm, **options))
 
 
 def announce(task: str, arms: list[Arm]) -> None:
@@ -86,26 +82,23 @@ def announce(task: str, arms: list[Arm]) -> None:
 
 def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
     announce(args.task, arms)
-    found = race_task(arms, args.device, args.seed, steps=args.steps, batch_size=args.batch_size)
-    peaks: Peaks = {}
-    with progress(len(found.arms), shows=args.memory) as tick:
-        for arm in found.arms * args.memory:
-            peaks[arm.name] = peak_memory(arm, args.device, args.seed, args.memory_batch)
-            tick()
+    found = race_task(arms, args.steps)
+    peaks: Peaks = {
+        arm.name: apart.run_apart(peak_memory, replace(arm, batch_size=args.memory_batch))
+        for arm in found.arms * args.memory
+    }
     gains, failures = targets.measure_gains(found), find_failures(found)
     excused = ""
     if {arm.precision for arm in found.arms} == {"fp32"} and "fp32" not in (args.precision or []):
         excused = no_speed_reason(args.device, "bf16") or "no lower precision was raced"
-    batch = args.memory_batch if args.memory_batch not in found.batch_sizes else None
-    judged = targets.judge_targets(found, peaks, args.targets, batch=batch, excused=excused)
+    at = f" at batches of {args.memory_batch}" * bool(args.memory_batch)
+    judged = targets.judge_targets(found, peaks, args.targets, at=at, excused=excused)
     last = judged[0].arm
     more = [Measurement(name="step_time", interval=found.race.time_s(last), arm=last, unit=" s")]
     if (peak := peaks.get(last)) is not None:
         about: dict[str, Any] = {"arm": last, "unit": " bytes", "is_counted": True}
         more.append(Measurement(name="peak_memory", interval=Interval.exact(peak), **about))
-    for name in (last, *(arm.name for arm in found.arms if arm.is_own)):
-        more += targets.measure_accuracy(found, name, f"/{name}" if name != last else "")
-    scores = {arm: [asdict(score) for score in each] for arm, each in found.scores.items()}
+    more += targets.measure_accuracies(found)
     return Report(
         table=targets.make_rows(found),
         races={"training": found.race},
@@ -114,20 +107,17 @@ def _run(args: argparse.Namespace, arms: list[Arm]) -> Report:
         losses=found.losses,
         details={
             "parameters": found.parameters,
-            "loss": {arm.name: last_loss(found, arm.name) for arm in found.arms},
             "peak_memory_nbytes": peaks,
-            "validation": scores,
+            "validation": {arm: asdict(score) for arm, score in found.scores.items()},
             "shares": found.shares,
-            "left_out": found.left_out,
         },
         failures=failures,
-        sentence="" if failures else targets.say_in_words(found, gains, peaks),
+        sentence="" if failures else targets.say_in_words(found, gains),
     )
 
 
 def _notes(args: argparse.Namespace, found: Results, peaks: Peaks) -> list[str]:
-    ends = sorted({min(found.batch_sizes), max(found.batch_sizes)})
-    size = " to ".join(map(str, ends))
+    size = " to ".join(map(str, sorted({min(found.batch_sizes), max(found.batch_sizes)})))
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
     steps = f"{len(found.batch_sizes)} steps of {size} samples in the first build"
     notes = [f"{count} parameters, {steps}, {found.visit_steps} in a visit; seed {args.seed}"]
@@ -168,9 +158,10 @@ def _run_all(args: argparse.Namespace, tasks: dict[str, str]) -> Report:
     gains: list[Measurement] = []
     said = []
     for name, task in tasks.items():
-        arms = list_arms(task, choose_precisions(args.device), [])
+        options = {"device": args.device, "seed": args.seed}
+        arms = list_arms(task, choose_precisions(args.device), **options)
         announce(name, arms)
-        found[name] = each = race_task(arms, args.device, args.seed)
+        found[name] = each = race_task(arms)
         gains += targets.measure_gains(each, f"{name}/")
         # In the precision that is fastest there.
         [gain] = [g for g in gains if g.name == f"{name}/fastamp/{targets.find_fastest(each)}"]
@@ -182,7 +173,6 @@ def _run_all(args: argparse.Namespace, tasks: dict[str, str]) -> Report:
         races={name: each.race for name, each in found.items()},
         measurements=gains,
         notes=[f"{name}: {JOBS[name].__doc__}" for name in tasks if name in JOBS],
-        details={name: {"shares": each.shares} for name, each in found.items()},
         failures=failed,
         sentence="" if failed else sentence,
     )

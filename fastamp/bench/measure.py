@@ -20,7 +20,6 @@ from typing import TypeAlias
 import torch
 
 import fastamp
-from fastamp._progress import progress
 from fastamp.bench import apart
 from fastamp.bench.environment import find
 from fastamp.bench.race import Build, Case, Plan, Race, collect, run_build
@@ -51,51 +50,37 @@ class Results:
     parameters: int
     batch_sizes: list[int]  # of every step of the first arm, in samples
     losses: dict[str, list[float]]
-    scores: dict[str, list[Score]]  # one each; none where the task has no `evaluate`
+    scores: dict[str, Score]
     shares: dict[str, Shares]  # where the time of a step goes
     workers: int = 0  # of the loaders
     visit_steps: int = 1
     left_out: dict[str, str] = field(default_factory=dict)  # why an arm is, in words
 
 
-def race_task(
-    arms: Sequence[Arm],
-    device: str,
-    seed: int,
-    *,
-    steps: int | None = None,
-    batch_size: int | None = None,
-) -> Results:
+def race_task(arms: Sequence[Arm], steps: int | None = None) -> Results:
     """Race the arms of a task; `steps` are those of the first build, None: as many as it takes."""
     found: list[Results] = []
 
     def build(_: list[str], number: int) -> dict[str, Build]:
         left = found[0].arms if found else [*arms]
         count = steps if number == 1 else None
-        found.append(apart.run_apart(_train, left, device, seed, count, batch_size, number))
+        found.append(apart.run_apart(_train, left, count, number))
         return {"": found[-1].race.builds[0]}
 
-    with progress(PLAN.builds[-1]) as tick:
-        race = collect(build, [""], PLAN, is_apart=True, tick=tick)[""]
+    race = collect(build, [""], PLAN)[""]
     return replace(found[0], race=race)
 
 
-def _train(
-    arms: list[Arm],
-    device: str,
-    seed: int,
-    all_steps: int | None,
-    batch_size: int | None,
-    number: int,
-) -> Results:
+def _train(arms: list[Arm], all_steps: int | None, number: int) -> Results:
     """Race all arms in the build of a number; in the first one also score them."""
-    trainers, left_out = _begin(arms, device, seed, batch_size)
+    trainers, left_out = _begin(arms)
+    first, seed = trainers[arms[0].name], arms[0].seed * 1000 + number
     case = Case(
         arms={name: each.visit for name, each in trainers.items()},
         before=lambda name: trainers[name].prepare(),
         skipped=lambda name: trainers[name].has_skipped(),
     )
-    race_visits = partial(run_build, case, device=device, seed=seed * 1000 + number)
+    race_visits = partial(run_build, case, device=first.device, seed=seed)
     total = all_steps or OPEN_STEPS
     count = min(WARMUP_STEPS, total // 3) - 1  # the first step is over
     warmup = race_visits(Plan(rounds=count, warmup=count)).warmup if count else []
@@ -115,26 +100,22 @@ def _train(
         trainer.prepare()
         trainer.visit()
         trainer.steps = steps
-    losses = {n: torch.stack(each.losses).tolist() for n, each in trainers.items()}
     is_first = number == 1
-    first = trainers[arms[0].name]
     return Results(
-        arms=[arm for arm in arms if arm.name in trainers],
+        arms=[trainer.arm for trainer in trainers.values()],
         race=Race(arms=build.arms, builds=[build]),
         parameters=sum(parameter.numel() for parameter in first.model.parameters()),
         batch_sizes=[*first.sizes],
-        losses=losses,
-        scores={name: each.evaluate() if is_first else [] for name, each in trainers.items()},
-        shares={n: find_shares(each, device) for n, each in trainers.items()} if is_first else {},
+        losses={n: torch.stack(each.losses).tolist() for n, each in trainers.items()},
+        scores={n: each.evaluate() for n, each in trainers.items()} if is_first else {},
+        shares={n: find_shares(each) for n, each in trainers.items()} if is_first else {},
         workers=workers,
         visit_steps=steps,
         left_out=left_out,
     )
 
 
-def _begin(
-    arms: list[Arm], device: str, seed: int, batch_size: int | None
-) -> tuple[dict[str, Trainer], dict[str, str]]:
+def _begin(arms: list[Arm]) -> tuple[dict[str, Trainer], dict[str, str]]:
     """Return all arms after their first step, and why those in a lower precision cannot train.
 
     Raises:
@@ -147,7 +128,8 @@ def _begin(
             left_out[arm.name] = left_out[arm.base]
             continue
         try:
-            trainer = Trainer(arm, device, seed, batch_size)
+            is_alone = arm.base in left_out  # as one of one's own, whose precision is left out
+            trainer = Trainer(replace(arm, base=arms[0].name) if is_alone else arm)
             trainer.prepare()
             trainer.visit()
         except BrokenTask as error:
@@ -182,14 +164,13 @@ def find_failures(found: Results) -> list[str]:
 
 def last_loss(found: Results, arm: str) -> float:
     """Return the validation loss, or the mean of the last quarter of the training."""
-    for score in found.scores[arm]:
-        if score.loss is not None:
-            return score.loss
-    curve = found.losses[arm]
+    score, curve = found.scores[arm], found.losses[arm]
+    if score.loss is not None:
+        return score.loss
     return fmean(curve[-(len(curve) // 4 or 1) :] or [math.nan])
 
 
-def find_shares(trainer: Trainer, device: str) -> Shares:
+def find_shares(trainer: Trainer) -> Shares:
     """Train an arm for some more visits; return the share of each part, by fastamp's own timer.
 
     They are medians over visits: the wait for data, forward, backward, the step, and what no region
@@ -197,7 +178,7 @@ def find_shares(trainer: Trainer, device: str) -> Shares:
     """
     blocks: list[Shares] = []
     for _ in range(SHARES_BLOCKS):
-        timer = fastamp.Timer(device)
+        timer = fastamp.Timer(trainer.device)
         trainer.prepare()
         start_s = perf_counter()
         trainer.visit(timer)
@@ -206,7 +187,7 @@ def find_shares(trainer: Trainer, device: str) -> Shares:
         blocks.append({name: regions[name].total / elapsed_s for name in REGIONS})
     shares = {name: median(block[name] for block in blocks) for name in REGIONS}
     rest = max(1 - math.fsum(shares.values()), 0.0)
-    return shares | {"waits" if device == "cuda" else "other": rest}
+    return shares | {"waits" if trainer.device == "cuda" else "other": rest}
 
 
 def limit(share: float) -> float:
@@ -214,16 +195,14 @@ def limit(share: float) -> float:
     return 1 / (1 - share) if share < 1 else math.inf
 
 
-def peak_memory(arm: Arm, device: str, seed: int, batch_size: int | None) -> int | None:
-    """Train two steps of one arm in a fresh process and return the peak over them, in bytes."""
-    return apart.run_apart(_measure_peak, arm, device, seed, batch_size)
-
-
-def _measure_peak(arm: Arm, device: str, seed: int, batch_size: int | None) -> int | None:
-    _load_kernels(arm, device)
-    trainer = Trainer(arm, device, seed, batch_size)
+def peak_memory(arm: Arm) -> int | None:
+    """Train two steps of one arm, in a fresh process, and return the peak over them, in bytes."""
+    tiny = Trainer(replace(arm, task=TINY, batch_size=None))
+    tiny.steps = MEMORY_STEPS
+    tiny.visit()  # what torch loads for its kernels is in no peak
+    trainer = Trainer(arm)
     trainer.steps, model = MEMORY_STEPS, trainer.model
-    if device == "cuda":
+    if trainer.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         trainer.visit()
         return torch.cuda.max_memory_allocated()
@@ -236,13 +215,6 @@ def _measure_peak(arm: Arm, device: str, seed: int, batch_size: int | None) -> i
     trainer.visit()
     after = _resident_nbytes("VmHWM")
     return after - before + weights if before and after else None
-
-
-def _load_kernels(arm: Arm, device: str) -> None:
-    """Take the steps of a tiny model: what torch loads for them is in no peak."""
-    trainer = Trainer(replace(arm, task=TINY), device, 0)
-    trainer.steps = MEMORY_STEPS
-    trainer.visit()
 
 
 def _resident_nbytes(key: str) -> int:

@@ -19,11 +19,14 @@ def number(kind: type[int | float], least: float, most: float = math.inf) -> Cal
             value = kind(text)
             if least <= value <= most:
                 return value
-        raise argparse.ArgumentTypeError(repr(text) + " " + message)
+        refuse(text, message)
 
     return parse
 
 
-def refuse(option: str, value: object, problem: str) -> NoReturn:
-    """Refuse a value after parsing; the command ends with exit status 2."""
-    raise argparse.ArgumentError(None, f"argument {option}: {value!r} {problem}")
+def refuse(value: object, problem: str, option: str = "") -> NoReturn:
+    """Refuse a value while argparse reads an option, or one that is named here after it."""
+    said = f"{value!r} {problem}"
+    if option:
+        raise argparse.ArgumentError(None, f"argument {option}: {said}")
+    raise argparse.ArgumentTypeError(said)

@@ -55,8 +55,7 @@ class Point(NamedTuple):
 
 
 def make(record: dict[str, Any]) -> str:
-    """Return the page of a record; what is not text in the name of a file becomes "?"."""
-    record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
+    """Return the page of a record."""
     title = escape(f"fastamp bench: {record['command']}")
     leads = [record["noise"], *record["failures"], record["sentence"]]
     facts = {"measured": record["created"], **record["environment"], **record["job"]}
@@ -102,15 +101,20 @@ def find_point(measurement: dict[str, Any]) -> Point:
 
 def draw(title: str, points: Sequence[Point]) -> str:
     """Return the picture of rows, one below the other, on a logarithmic axis."""
-    low, high = _find_limits(points)
+    places = [1.0, *(point.target for point in points)]
+    for low, value, high in (point.ends for point in points):
+        places += [value, max(low, value / 2), min(high, value * 2)]  # a wide interval leaves it
+    places = [place for place in places if 0 < place < math.inf]
+    pad = max((max(places) / min(places)) ** 0.04, 1.005)
+    least, most = min(places) / pad, max(places) * pad
 
     def x(ratio: float) -> float:
-        place = math.log(min(max(ratio, low), high) / low) / math.log(high / low)
+        place = math.log(min(max(ratio, least), most) / least) / math.log(most / least)
         return round(LEFT + place * (RIGHT - LEFT), 1)
 
     end = ROW * len(points)
     body = []
-    for tick in (tick for tick in TICKS if low <= tick <= high):
+    for tick in (tick for tick in TICKS if least <= tick <= most):
         body.append(f'<path d="M{x(tick)} 8V{end + 10}"/>')
         body.append(f'<text x="{x(tick)}" y="{end + 26}" text-anchor="middle">{tick:g}x</text>')
     body.append(f'<path class="soft" d="M{x(1)} 8V{end + 10}"/>')
@@ -131,13 +135,3 @@ def _row(point: Point, x: Callable[[float], float]) -> str:
         row += f'<path class="bar" d="M{x(low)} -4H{x(high)}"/>'
         row += f'<circle class="{point.kind}" cx="{x(value)}" cy="-4" r="5"/>'
     return row
-
-
-def _find_limits(points: Sequence[Point]) -> tuple[float, float]:
-    """Return the ends of the axis, which an interval may leave if it is very wide."""
-    places = [1.0, *(point.target for point in points)]
-    for low, value, high in (point.ends for point in points):
-        places += [value, max(low, value / 2), min(high, value * 2)]
-    places = [x for x in places if 0 < x < math.inf]
-    pad = max((max(places) / min(places)) ** 0.04, 1.005)
-    return min(places) / pad, max(places) * pad

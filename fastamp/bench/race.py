@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, median, stdev
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from fastamp._progress import progress
 from fastamp.bench.cores import MOST_WAITING, Cores, Waiting
 
 CONFIDENCE = 0.95
@@ -79,7 +80,7 @@ def estimate(values: Collection[float], confidence: float = CONFIDENCE) -> Inter
 
 def exp(log: float) -> float:
     """Return e to a power; infinity where that is no float."""
-    return math.exp(log) if log < LARGEST_LOG else math.inf
+    return math.inf if log >= LARGEST_LOG else math.exp(log)
 
 
 def student(tail: float, freedom: int) -> float:
@@ -144,7 +145,7 @@ class Build:
     rounds: list[dict[str, Visit]]
     warmup: list[dict[str, Visit]] = field(default_factory=list)  # rounds that are not timed
     waiting: Waiting | None = None  # None where the platform does not count it
-    found: Any = None  # what else the builder reports
+    amounts: Mapping[str, float] = field(default_factory=dict)  # of a visit, as the case has it
 
     def middle(self, figure: Callable[[dict[str, Visit]], float], *arms: str) -> list[float]:
         """Return the median over blocks of a figure's mean logarithm; [] without any.
@@ -163,7 +164,6 @@ class Race:
 
     arms: list[str]
     builds: list[Build] = field(default_factory=list)
-    is_apart: bool = False  # each build is a process of its own; else new objects in one
 
     @property
     def rounds(self) -> list[dict[str, Visit]]:
@@ -178,10 +178,6 @@ class Race:
         """Return the three quartiles of an arm's times, NaN where no visit counts."""
         times_s = self.times_s(arm) or [math.nan]
         return [float(each) for each in np.percentile(times_s, [25, 50, 75])]
-
-    def skipped(self, arm: str) -> int:
-        """Count the visits of an arm that left out work."""
-        return sum(round_[arm].skipped for round_ in self.rounds)
 
     def time_s(self, arm: str) -> Interval:
         """Return the typical time of a visit."""
@@ -236,7 +232,7 @@ def run_build(case: Case, plan: Plan, *, device: str = "cpu", seed: int = 0) -> 
             times_s.append(perf_counter() - start_s)
         return Visit(median(times_s), case.skipped(name))
 
-    build = Build(arms=[*case.arms], rounds=[])
+    build = Build(arms=[*case.arms], rounds=[], amounts=dict(case.amounts))
     count, end_s = plan.warmup + (plan.rounds - plan.warmup) % 2, perf_counter() + plan.build_s
     while len(build.warmup) < count and (not build.warmup or perf_counter() < end_s):
         build.warmup.append({name: visit(name) for name in rng.permutation(build.arms).tolist()})
@@ -252,36 +248,27 @@ def collect(
     build: Callable[[list[str], int], Mapping[str, Build]],
     names: Collection[str],
     plan: Plan,
-    *,
-    is_apart: bool = False,
-    tick: Callable[[], object] = lambda: None,
 ) -> dict[str, Race]:
     """Build races by name, several times; `build` makes the build of a number for these names."""
     races: dict[str, Race] = {}
     unfinished, end_s = [*names], perf_counter() + plan.limit_s * len(names)
-    for number in range(1, plan.builds[-1] + 1):
-        if not unfinished or (number > plan.builds[0] and perf_counter() > end_s):
-            break
-        for name, found in build(unfinished, number).items():
-            races.setdefault(name, Race(arms=found.arms, is_apart=is_apart)).builds.append(found)
-        tick()
-        if number in plan.builds:
-            unfinished = [n for n in unfinished if not races[n].is_narrow(plan.half_width)]
+    with progress(plan.builds[-1]) as tick:
+        for number in range(1, plan.builds[-1] + 1):
+            if not unfinished or (number > plan.builds[0] and perf_counter() > end_s):
+                break
+            for name, found in build(unfinished, number).items():
+                races.setdefault(name, Race(arms=found.arms)).builds.append(found)
+            tick()
+            if number in plan.builds:
+                unfinished = [n for n in unfinished if not races[n].is_narrow(plan.half_width)]
     return races
 
 
-def run_race(
-    make: Callable[[], Case],
-    plan: Plan,
-    *,
-    device: str = "cpu",
-    seed: int = 0,
-    tick: Callable[[], object] = lambda: None,
-) -> Race:
+def run_race(make: Callable[[], Case], plan: Plan, *, device: str = "cpu", seed: int = 0) -> Race:
     """Race arms that `make` builds anew, in this process: for those that no other can make."""
 
     def build(_: list[str], number: int) -> dict[str, Build]:
         gc.collect()  # the build before
         return {"": run_build(make(), plan, device=device, seed=seed * 1000 + number)}
 
-    return collect(build, [""], plan, tick=tick)[""]
+    return collect(build, [""], plan)[""]

@@ -4,7 +4,6 @@ The text on the terminal, the JSON file and the page are made from the record, a
 held to it as its baseline.
 """
 
-import argparse
 import json
 import math
 import re
@@ -17,10 +16,11 @@ from typing import Any, TypeAlias
 
 from torch.utils._pytree import tree_map_only
 
-from fastamp.bench.race import LARGEST_LOG, UNTOLD, Interval, Race, find_noise, verdict_on
+from fastamp.bench.options import refuse
+from fastamp.bench.race import UNTOLD, Interval, Race, exp, find_noise, verdict_on
 from fastamp.timer.timer import align
 
-SCHEMA_VERSION = 11  # raised when a field of the record is added, removed or changes its meaning
+SCHEMA_VERSION = 12  # raised when a field of the record is added, removed or changes its meaning
 WIDTH = 100  # columns
 MACHINE = ("device", "device_name", "threads")
 BASELINE = "the baseline"  # of a change
@@ -34,7 +34,7 @@ class Measurement:
     interval: Interval | None  # None where the figure is not known
     arm: str = ""
     base: str = ""
-    target: tuple[float, float] | None = None  # the ends that the figure should lie between
+    target: tuple[float, float] | None = None  # ends to lie between, one of them infinite
     unit: str = ""  # of a ratio of speeds "x"
     reason: str = ""
     excused: str = ""  # why a target is not for this machine
@@ -63,9 +63,8 @@ class Measurement:
         said = ", ".join(filter(None, [self.verdict, why]))
         if self.target is None:
             return ", ".join(filter(None, [f"{self.name} {figure}", said]))
-        ends = [f"{end * factor:g}{self.unit}" for end in self.target if math.isfinite(end)]
-        sign = "" if len(ends) == 2 else "<= " if self.target[1] < math.inf else ">= "
-        return f"{self.name} {figure} (target {sign}{' to '.join(ends)}): {said}"
+        sign, end = (">=", self.target[0]) if self.target[1] == math.inf else ("<=", self.target[1])
+        return f"{self.name} {figure} (target {sign} {end * factor:g}{self.unit}): {said}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +137,12 @@ def _describe(race: Race) -> dict[str, Any]:
     arms = {
         arm: {
             "time_s": dict(zip(("low", "median", "high"), race.quartiles_s(arm), strict=True)),
-            "skipped": race.skipped(arm),
+            "skipped": sum(round_[arm].skipped for round_ in race.rounds),
         }
         for arm in race.arms
     }
     return {
         "base": race.arms[0],
-        "is_apart": race.is_apart,
         "waiting": race.waiting(),
         "arms": arms,
         "builds": [
@@ -179,8 +177,7 @@ def read_baseline(text: str) -> dict[str, Any]:
     try:
         return _find_metrics(json.loads(Path(text).read_bytes()))
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        message = f"{text!r} cannot be read as a bench's record: {error!r}"
-        raise argparse.ArgumentTypeError(message) from error
+        refuse(text, f"cannot be read as a bench's record: {error!r}")
 
 
 def _find_metrics(record: dict[str, Any]) -> dict[str, Any]:
@@ -207,8 +204,7 @@ def read_bound(text: str) -> tuple[str, float]:
     found = re.fullmatch(r"(.+):([+-]\d+(?:\.\d+)?)%", text)
     change = float(found[2]) / 100 if found else 0.0
     if found is None or not -1 < change < 1 or change == 0:
-        message = f"{text!r} is not a metric and a change from -99% to +99%, as in 'speedup:-5%'"
-        raise argparse.ArgumentTypeError(message)
+        refuse(text, "is not a metric and a change from -99% to +99%, as in 'speedup:-5%'")
     return found[1], change
 
 
@@ -236,14 +232,10 @@ def hold(new: Measurement, baseline: dict[str, Any], most: float) -> Measurement
     high = value + math.hypot(now.high - now.value, old.value - old.low)
     return Measurement(
         name=f"{new.name} since the baseline",
-        interval=Interval(value=value, low=low, high=high).scaled(_expm1),
+        interval=Interval(value=value, low=low, high=high).scaled(lambda log: exp(log) - 1),
         base=BASELINE,
         target=ends,
         unit=" %",
         reason="" if new.interval else "this run has no such metric",
         is_counted=new.is_counted,
     )
-
-
-def _expm1(log: float) -> float:
-    return math.expm1(min(log, LARGEST_LOG))

@@ -15,14 +15,13 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 import fastamp
-from fastamp.bench.comparison import PLAIN, run_cases
+from fastamp.bench.comparison import PLAIN, PLAN, run_cases
 from fastamp.bench.environment import no_speed_reason
-from fastamp.bench.race import Case, Plan
+from fastamp.bench.race import Case
 from fastamp.bench.record import Task
 
 MAX_NORM = 1.0  # less than the norm of the gradients: every step clips
 RATE = 1e-4
-PLAN = Plan(build_s=1.0, limit_s=45.0)
 STOCK_RTOL = 1e-3  # torch's float32 norm is off in the fourth digit
 OUR_RTOL = 1e-5
 # A step over few elements takes microseconds: so many calls are a visit, well above the clock's.
@@ -86,13 +85,9 @@ def prepare(args: argparse.Namespace, rows: Mapping[str, Row] = ROWS) -> Task:
     notes = [f"{name}: {row.text}" for name, row in chosen.items()]
     notes += ["torch: unscale_, clip_grad_norm_, step and update; in a loop without a scaler"]
     notes += ["plain: sum() and mul_() over the bytes of the step; no limit: it can be beaten"]
-    make = partial(_make_case, args, chosen)
+    cases = {name: partial(row.make_case, args.device, args.seed) for name, row in chosen.items()}
     job = {"races": [*chosen], "seed": args.seed}
-    return job, lambda: run_cases(args, PLAN, [*chosen], make, notes)
-
-
-def _make_case(args: argparse.Namespace, rows: Mapping[str, Row], name: str) -> Case:
-    return rows[name].make_case(args.device, args.seed)
+    return job, lambda: run_cases(args, PLAN, cases, notes)
 
 
 def race_sides(theirs: "Side", ours: "Side", norms: Sequence[float]) -> Case:

@@ -1,6 +1,7 @@
 """What the results of a task say: figures with their verdicts, a table, and one plain sentence."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,6 @@ import numpy as np
 from fastamp.bench.measure import Results, last_loss, limit
 from fastamp.bench.race import UNTOLD, Interval, estimate, show
 from fastamp.bench.record import Measurement, compare_arms
-from fastamp.bench.trainer import Arm
 
 LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep would count
 REPLACED = ("data", "step", "waits")  # by fastamp; a device that waits does so for both
@@ -29,9 +29,9 @@ def find_fastest(found: Results) -> str:
     return max(ours, key=lambda arm: found.race.ratio(arm.base).value).precision
 
 
-def find_base(found: Results, arm: Arm) -> str:
-    """Return the arm that another one is compared with; torch's in FP32 where that is left out."""
-    return arm.base if arm.base in found.race.arms else found.race.arms[0]
+def find_judged(found: Results) -> str:
+    """Return the arm that is held to targets: the last of fastamp's."""
+    return [arm.name for arm in found.arms if arm.is_ours][-1]
 
 
 def measure_gains(found: Results, prefix: str = "") -> list[Measurement]:
@@ -41,58 +41,49 @@ def measure_gains(found: Results, prefix: str = "") -> list[Measurement]:
     """
     gains = []
     for arm in found.arms[1:]:
-        base = find_base(found, arm)
-        shares = found.shares.get(base, {}) if arm.is_ours and not found.workers else {}
+        shares = found.shares.get(arm.base, {}) if arm.is_ours and not found.workers else {}
         most = limit(math.fsum(shares.get(part, 0.0) for part in REPLACED))
-        is_noise = shares and found.race.ratio(arm.name, base).value > most
+        is_noise = shares and found.race.ratio(arm.name, arm.base).value > most
         noise = f"noise: at most {most:.2f}x can be gained" if is_noise else ""
-        gains.append(compare_arms(found.race, prefix + arm.metric, arm.name, base, noise=noise))
+        gains.append(compare_arms(found.race, prefix + arm.metric, arm.name, arm.base, noise=noise))
     return gains
 
 
-def measure_accuracy(found: Results, arm: str, ending: str = "") -> list[Measurement]:
-    """Return the mean accuracy over the parts of the held-out data, where it is known."""
-    if not found.scores[arm] or math.isnan(found.scores[arm][0].accuracy):
-        return []
-    figure = estimate(found.scores[arm][0].window_accuracies)
-    return [Measurement(name=f"accuracy{ending}", interval=figure, arm=arm, is_counted=True)]
+def measure_accuracies(found: Results) -> list[Measurement]:
+    """Return the accuracies, where they are known, of the judged arm and of those of one's own."""
+    names = {find_judged(found): "accuracy"}
+    names |= {arm.name: f"accuracy/{arm.name}" for arm in found.arms if arm.is_own}
+    return [
+        Measurement(name=name, interval=estimate(parts), arm=arm, is_counted=True)
+        for arm, name in names.items()
+        if (parts := found.scores[arm].accuracies)
+    ]
 
 
 def judge_targets(
-    found: Results,
-    peaks: Peaks,
-    targets: dict[str, float],
-    *,
-    batch: int | None,
-    excused: str,
+    found: Results, peaks: Peaks, targets: dict[str, float], *, at: str = "", excused: str = ""
 ) -> list[Measurement]:
     """Hold the last of fastamp's arms to the targets, against torch's in FP32.
 
-    `batch` is the batch of the peaks, where it is not that of the steps; `excused` says why a speed
-    is not judged.
+    `at` is the batch of the peaks in words; `excused` says why speed and memory are not judged.
     """
-    base, judged = found.race.arms[0], [arm.name for arm in found.arms if arm.is_ours][-1]
-    about: dict[str, Any] = {"arm": judged, "base": base, "is_counted": True}
-    held: dict[str, Any] = {}
-    if "speedup" in targets:
-        held = {"target": (targets["speedup"], math.inf), "excused": excused}
-        held["reason"] = f"{judged} against {base}"
-    measured = [compare_arms(found.race, "speedup", judged, base, **held)]
-    if "memory" in targets:
-        saving, why = _memory_saving(peaks, base, judged, batch)
-        held = {"target": (targets["memory"], math.inf), "unit": " %", "reason": why}
-        held["excused"] = excused if saving is not None else ""
-        measured.append(Measurement(name="memory saving", interval=saving, **held, **about))
-    if "accuracy" in targets:
+    base, judged = found.race.arms[0], find_judged(found)
+    ends = {name: (least, math.inf) for name, least in targets.items()}
+    about: dict[str, Any] = {"target": ends.get("speedup"), "reason": f"{judged} against {base}"}
+    measured = [compare_arms(found.race, "speedup", judged, base, excused=excused, **about)]
+    counted: Any = partial(Measurement, arm=judged, base=base, is_counted=True)
+    if "memory" in ends:
+        saving, why = _memory_saving(peaks, base, judged)
+        about = {"target": ends["memory"], "reason": f"{why}{at}", "excused": excused}
+        measured.append(counted(name="memory saving", interval=saving, unit=" %", **about))
+    if "accuracy" in ends:
         gap, why = _accuracy_gap(found, base, judged)
-        held = {"target": (-targets["accuracy"], math.inf), "reason": why}
-        measured.append(Measurement(name="accuracy gap", interval=gap, **held, **about))
+        about = {"target": (-targets["accuracy"], math.inf), "reason": why}
+        measured.append(counted(name="accuracy gap", interval=gap, **about))
     return measured
 
 
-def _memory_saving(
-    peaks: Peaks, base: str, judged: str, batch: int | None
-) -> tuple[Interval | None, str]:
+def _memory_saving(peaks: Peaks, base: str, judged: str) -> tuple[Interval | None, str]:
     theirs, ours = peaks.get(base), peaks.get(judged)
     if not theirs or ours is None:
         return None, "this platform counts no peak"
@@ -100,18 +91,15 @@ def _memory_saving(
         return None, f"a peak of {theirs / 2**20:.0f} MiB is too small to compare"
     # Integers are divided once, so that a saving of 40 in 100 is the number 0.40 itself.
     saving = Interval.exact((theirs - ours) / theirs)
-    at = f" at batches of {batch}" * (batch is not None)
-    return saving, f"{ours / 2**20:.0f} MiB against {theirs / 2**20:.0f}{at}"
+    return saving, f"{ours / 2**20:.0f} MiB against {theirs / 2**20:.0f}"
 
 
 def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
-    ours, theirs = (found.scores[arm] for arm in (judged, base))
-    accuracies = [each[0].accuracy for each in (ours, theirs) if each]
-    if len(accuracies) < 2:
-        return None, "the task has no function that evaluates"
-    parts = ours[0].window_accuracies, theirs[0].window_accuracies
-    why = f"{accuracies[0]:.4f} against {accuracies[1]:.4f}"
-    return estimate(np.subtract(*parts).tolist()), why
+    ours, theirs = found.scores[judged], found.scores[base]
+    if not ours.accuracies:
+        return None, "the task evaluates no accuracy"
+    gap = estimate(np.subtract(ours.accuracies, theirs.accuracies).tolist())
+    return gap, f"{ours.accuracy:.4f} against {theirs.accuracy:.4f}"
 
 
 def make_rows(found: Results) -> list[dict[str, str]]:
@@ -119,7 +107,7 @@ def make_rows(found: Results) -> list[dict[str, str]]:
     return [
         _row(found, arm.precision, [arm.base, arm.name], arm.base)
         if arm.is_ours
-        else _row(found, arm.name, [arm.name], find_base(found, arm))
+        else _row(found, arm.name, [arm.name], arm.base)
         for arm in found.arms
         if arm.is_ours or arm.is_own
     ]
@@ -128,7 +116,7 @@ def make_rows(found: Results) -> list[dict[str, str]]:
 def _row(found: Results, name: str, arms: list[str], base: str) -> dict[str, str]:
     race, last = found.race, arms[-1]
     times = [show(1e3 * race.quartiles_s(arm)[1], ".4g") for arm in arms]
-    scores = [found.scores[arm][0].accuracy for arm in arms if found.scores[arm]]
+    scores = [found.scores[arm].accuracy for arm in arms]
     row = {
         "": name,
         "torch ms": times[0],
@@ -142,16 +130,12 @@ def _row(found: Results, name: str, arms: list[str], base: str) -> dict[str, str
     return row
 
 
-def say_in_words(found: Results, gains: list[Measurement], peaks: Peaks) -> str:
+def say_in_words(found: Results, gains: list[Measurement]) -> str:
     """Return what precision brings, what fastamp adds, and what most of a step is."""
     fastest, known = find_fastest(found), {each.name: each for each in gains}
     lower = [arm for arm in found.arms[1:] if arm.metric.startswith("precision/")]
     said = [_say_precision(arm.precision, known[arm.metric]) for arm in lower]
     said = said or ["FP32 alone is raced"]
-    saving, _ = _memory_saving(peaks, found.race.arms[0], lower[-1].name if lower else "", None)
-    if saving is not None and abs(saving.value) >= 0.01:
-        kind = "less" if saving.value > 0 else "more"
-        said[-1] += f" and takes {abs(saving.value) * 100:.0f} % {kind} memory"
     in_it = f" in {fastest}" * bool(lower)
     text = f"{', '.join(said)}; {_say_added(known[f'fastamp/{fastest}'])}{in_it}"
     shares = found.shares[f"torch {fastest}"]

@@ -7,6 +7,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,15 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 import fastamp
 from fastamp.bench.jobs import JOBS
@@ -97,14 +90,11 @@ class BrokenTask(Exception):  # noqa: N818 - what is broken is the task
         return self.line
 
 
-class Part:
+class Part(AbstractContextManager[Any]):
     """A part of the contract: a context in which every error becomes a BrokenTask."""
 
     def __init__(self, name: str, when: str) -> None:
         self.name, self.when = name, when
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
         if not isinstance(error, (Exception, SystemExit)) or isinstance(error, BrokenTask):
@@ -132,25 +122,26 @@ def find_make(text: str) -> Make:
     by its name, too, so its classes can be pickled.
 
     Raises:
-        argparse.ArgumentError: there is no such function or job.
+        argparse.ArgumentError: there is no such file, function or job.
         BrokenTask: the file or the module cannot be imported.
     """
     if text in JOBS:
         return JOBS[text]
     place, _, name = (f"{text}:make" if text.endswith(".py") else text).rpartition(":")
-    if not place:
-        refuse("task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
     path, is_file = Path(place).absolute(), place.endswith(".py")
+    if not place or (is_file and not path.is_file()):
+        known = f"or one of {', '.join(JOBS)}"
+        refuse(text, f"is no file: expected FILE.py, FILE.py:make, {known}", "task")
     if is_file and str(path.parent) != sys.path[0]:
         sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()  # the file may be new
     with Part(path.name, "its import"):
         module = importlib.import_module(path.stem if is_file else place)
     if is_file and path.resolve() != Path(getattr(module, "__file__", None) or "").resolve():
-        refuse("task", text, f"cannot be imported: another module is called {path.stem!r}")
+        refuse(text, f"cannot be imported: another module is called {path.stem!r}", "task")
     found = getattr(module, name, None)
     if not callable(found):
-        refuse("task", text, f"has no function {name!r}")
+        refuse(text, f"has no function {name!r}", "task")
     return found  # type: ignore[no-any-return]
 
 
@@ -228,7 +219,7 @@ def make_loader(
 
 
 # The arguments that fastamp's loader takes over from torch's.
-TAKEN = "batch_size num_workers pin_memory drop_last timeout worker_init_fn generator"
+TAKEN = "batch_size num_workers collate_fn pin_memory drop_last timeout worker_init_fn generator"
 TAKEN += " multiprocessing_context prefetch_factor persistent_workers pin_memory_device in_order"
 
 
@@ -239,8 +230,6 @@ def with_fastamp(loader: Any, device: str) -> Iterable[Any]:
     if type(loader) is not DataLoader:
         return loader if device == "cpu" else fastamp.prefetch(loader, device)
     options = {name: getattr(loader, name) for name in TAKEN.split()}
-    if loader.collate_fn not in {default_collate, default_convert}:
-        options["collate_fn"] = loader.collate_fn
     if not isinstance(loader.dataset, IterableDataset):
         options["sampler"] = loader.sampler
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
@@ -258,10 +247,3 @@ def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
             for batch in loader:
                 yield move(batch)
             expect(batch is not nothing, "dataset", "a batch in every pass", "none")
-
-
-def count_samples(batch: Any) -> int:
-    """Return the length of a batch's first tensor, or list, as of images of several sizes."""
-    leaves = tree_leaves(batch, lambda part: isinstance(part, list) and part is not batch)
-    found = (part for part in leaves if isinstance(part, list) or getattr(part, "ndim", False))
-    return next(map(len, found), 1)

@@ -6,23 +6,22 @@ from functools import partial
 from time import perf_counter_ns
 
 import fastamp
-from fastamp.bench.comparison import run_cases
-from fastamp.bench.race import Case, Plan
+from fastamp.bench.comparison import PLAN, run_cases
+from fastamp.bench.race import Case
 from fastamp.bench.record import Task
 
 REGIONS = 2000  # in a visit
-PLAN = Plan(rounds=404, build_s=1.0, limit_s=45.0)
 STATEMENTS = {"two reads": "clock(); clock()", "region": "with timer('x'): pass"}
 
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     notes = [f"a visit is {REGIONS:,} regions, or pairs of reads"]
-    make = partial(_make_case, args.device)
-    return {"regions": REGIONS}, lambda: run_cases(args, PLAN, ["timer"], make, notes)
+    cases = {"timer": partial(_make_case, args.device)}
+    return {"regions": REGIONS}, lambda: run_cases(args, PLAN, cases, notes)
 
 
-def _make_case(device: str, _name: str) -> Case:
+def _make_case(device: str) -> Case:
     names = {"clock": perf_counter_ns, "timer": fastamp.Timer(device)}
     visits = {arm: timeit.Timer(text, globals=names) for arm, text in STATEMENTS.items()}
     arms = {arm: partial(visit.timeit, REGIONS) for arm, visit in visits.items()}

@@ -3,31 +3,23 @@
 Every arm calls a task's function itself, so that no two share a model, a loss or a loader.
 """
 
-import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import fastamp
+from fastamp.bench import tasks
 from fastamp.bench.environment import DTYPES, no_speed_reason
-from fastamp.bench.tasks import (
-    BrokenTask,
-    Part,
-    compute_loss,
-    count_samples,
-    draw,
-    find_make,
-    make_loader,
-    make_optimizers,
-    make_training,
-    with_absolute_path,
-)
+from fastamp.bench.options import refuse
+from fastamp.bench.tasks import BrokenTask, Part
 from fastamp.step.native import parameters_of
+from fastamp.train.batches import count_samples
 from fastamp.train.loop import modes_kept
 from fastamp.train.random_state import seed_all
 
@@ -42,6 +34,9 @@ class Arm:
 
     name: str
     task: str  # for `find_make`, so that a fresh process can call it
+    device: str = "cpu"
+    seed: int = 0
+    batch_size: int | None = None  # None is the task's own
     precision: str = "fp32"
     is_ours: bool = False  # fastamp's loader and step
     is_own: bool = False  # of --arm
@@ -53,9 +48,8 @@ def read_arm(text: str) -> tuple[str, str]:
     """Return the name and the task of NAME=FILE.py:make, for argparse."""
     name, _, place = text.partition("=")
     if not name or not place or name in PRECISIONS:
-        message = f"{text!r} is not NAME=FILE.py:make, with a name of its own"
-        raise argparse.ArgumentTypeError(message)
-    return name, with_absolute_path(place)
+        refuse(text, "is not NAME=FILE.py:make, with a name of its own")
+    return name, tasks.with_absolute_path(place)
 
 
 def choose_precisions(device: str) -> list[str]:
@@ -64,29 +58,36 @@ def choose_precisions(device: str) -> list[str]:
     return ["fp32", *(name for name in low if no_speed_reason(device, name) is None)]
 
 
-def list_arms(task: str, precisions: list[str], own: list[tuple[str, str]]) -> list[Arm]:
+def list_arms(
+    task: str, precisions: list[str], own: Sequence[tuple[str, str]] = (), **options: Any
+) -> list[Arm]:
     """Return torch's arm and fastamp's of each precision, and one for each (name, task) of `own`.
 
     An arm of one's own trains in the last precision with torch's loader and step, as it is written.
+    `options` are the device, the seed and the batch size of all.
     """
     arms, base = [], ""
     for each in precisions:
-        about: dict[str, Any] = {"task": task, "precision": each}
+        about = options | {"task": task, "precision": each}
         ours, theirs = f"fastamp {each}", f"torch {each}"
         arms.append(Arm(name=theirs, base=base, metric=f"precision/{each}", **about))
         arms.append(Arm(name=ours, base=theirs, metric=f"fastamp/{each}", is_ours=True, **about))
         base = arms[0].name
-    about = {"precision": precisions[-1], "is_own": True, "base": theirs}
+    about = options | {"precision": precisions[-1], "is_own": True, "base": theirs}
     return arms + [Arm(name=n, task=made, metric=f"speedup/{n}", **about) for n, made in own]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What the task's `evaluate` returns of a model; NaN or None is what it does not return."""
+    """What the task's `evaluate` returns of a model."""
 
-    loss: float | None
-    accuracy: float
-    window_accuracies: list[float]  # of each part of the held-out data
+    loss: float | None = None
+    accuracies: list[float] = field(default_factory=list)  # of each part of the held-out data
+
+    @property
+    def accuracy(self) -> float:
+        """The mean over the parts, NaN without any."""
+        return fmean(self.accuracies or [math.nan])
 
 
 _MOVE = Part("model", "its move to the device")
@@ -120,25 +121,27 @@ class Trainer:
     What the task sets for the whole process is in force in this arm alone.
     """
 
-    def __init__(self, arm: Arm, device: str, seed: int, batch_size: int | None = None) -> None:
-        self.arm, self.device, self.seed, self.steps = arm, device, seed, 1
+    def __init__(self, arm: Arm) -> None:
+        self.arm, self.device, self.steps = arm, arm.device, 1
         self.losses: list[Any] = []
         self.sizes: list[int] = []  # of all batches so far, in samples
         self.dtype = DTYPES.get(arm.precision)
         scaler = fastamp.GradScaler if arm.is_ours else torch.amp.GradScaler
-        self.scaler = scaler(device, enabled=self.dtype is torch.float16)
+        self.scaler = scaler(self.device, enabled=self.dtype is torch.float16)
         self._scale = self.scaler.get_scale()
         self._switches: list[Any] = []  # as they are now
         with self._ours():
-            self.training = make_training(find_make(arm.task), device, seed, batch_size)
+            make = tasks.find_make(arm.task)
+            self.training = tasks.make_training(make, self.device, arm.seed, arm.batch_size)
             self.model = self.training.model
             with _MOVE:
-                self.model.to(device)
-            self.optimizers = make_optimizers(self.training)
-            loader = make_loader(self.training, seed, device=device, is_ours=arm.is_ours)
+                self.model.to(self.device)
+            self.optimizers = tasks.make_optimizers(self.training)
+            about: dict[str, Any] = {"device": self.device, "is_ours": arm.is_ours}
+            loader = tasks.make_loader(self.training, arm.seed, **about)
         self.parameters = parameters_of(self.optimizers)
         self.workers = int(getattr(loader, "num_workers", 0))
-        self._batches = draw(loader, device)
+        self._batches = tasks.draw(loader, self.device)
 
     @contextmanager
     def _ours(self) -> Iterator[None]:
@@ -157,7 +160,7 @@ class Trainer:
 
     def prepare(self) -> None:
         """Seed the next visit: all arms draw the same numbers in it, such as dropout's."""
-        seed_all(self.seed, 0, 1 + len(self.losses))
+        seed_all(self.arm.seed, 0, 1 + len(self.losses))
 
     def visit(self, region: Region = lambda _: _NOT_TIMED) -> None:
         """Take the steps of a visit, each on the next batch; the wait for it is "data"."""
@@ -178,7 +181,7 @@ class Trainer:
                 for optimizer in self.optimizers:
                     optimizer.zero_grad()
         with region("forward"), self._autocast():
-            loss = compute_loss(self.training, self.model, batch)
+            loss = tasks.compute_loss(self.training, self.model, batch)
         with region("backward"), _BACKWARD:
             torch.autograd.backward(self.scaler.scale(loss))
         with region("step"), _STEP:
@@ -208,16 +211,16 @@ class Trainer:
         before, self._scale = self._scale, self.scaler.get_scale()
         return self._scale < before
 
-    def evaluate(self) -> list[Score]:
+    def evaluate(self) -> Score:
         """Score the model by the task's own function, if there is one, in its own precision."""
         score = self.training.evaluate
         if score is None:
-            return []
+            return Score()
         with self._ours(), torch.no_grad(), modes_kept(self.model), _EVALUATE:
             self.model.eval()
             with self._autocast():
                 found: Any = score(self.model)
             found = found if isinstance(found, Mapping) else {"accuracy": found}
-            parts = torch.as_tensor(found.get("accuracy", math.nan), dtype=torch.float64).flatten()
+            parts = torch.as_tensor(found.get("accuracy", []), dtype=torch.float64).flatten()
             loss = None if found.get("loss") is None else float(found["loss"])
-        return [Score(loss=loss, accuracy=parts.mean().item(), window_accuracies=parts.tolist())]
+        return Score(loss=loss, accuracies=parts.tolist())

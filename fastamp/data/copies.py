@@ -3,17 +3,17 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastamp._ops import untraced
-from fastamp.data.items import Made, attempt, change, is_end
+from fastamp.data.items import Made, attempt, change, is_batch
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
-from fastamp.data.runners import InThreads
+from fastamp.data.runners import in_threads
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -147,7 +147,8 @@ def copy_all(
         return partial(next, taken)
 
     if thread:
-        made: Iterator[Made] = InThreads(1, "fastamp", begin, repeat(()), ahead=1)
+        batches = in_threads(1, "fastamp", begin, repeat(()), ahead=1)
+        made: Iterator[Made] = takewhile(is_batch, batches)
     else:
         made = one_ahead(taken) if ahead and copies is not None else taken
     return made if copies is None else map(partial(change, copies.deliver), made)
@@ -161,7 +162,7 @@ def to_device(device: torch.device, batch: Any) -> Any:
 def one_ahead(batches: Iterator[Made]) -> Iterator[Made]:
     """Take each batch before the one in front of it is delivered."""
     taken = deque([attempt(next, (batches,))])
-    while not is_end(taken[0]):
+    while is_batch(taken[0]):
         taken.append(attempt(next, (batches,)))
         yield taken.popleft()
 
@@ -211,6 +212,8 @@ class Prefetcher(Iterable[T], Generic[T]):
 
     def __init__(self, iterable: Any, device: torch.device | None, *, thread: bool) -> None:
         self._iterable, self._device, self._thread = iterable, device, thread
+        if has_state(iterable):
+            self.state_dict, self.load_state_dict = iterable.state_dict, iterable.load_state_dict
 
     @untraced
     def __iter__(self) -> Iterator[T]:
@@ -227,10 +230,3 @@ class Prefetcher(Iterable[T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._iterable)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the methods of a state, if the iterable has them."""
-        if name in ("state_dict", "load_state_dict") and has_state(self._iterable):
-            return getattr(self._iterable, name)
-        msg = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(msg)

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +53,9 @@ def reraise(error: Any) -> None:
         del error  # whose traceback refers to this frame
 
 
-def is_end(made: Made) -> bool:
-    """Say whether what makes batches has no more of them."""
-    return isinstance(made.error, StopIteration)
+def is_batch(made: Made) -> bool:
+    """Say whether this is a batch, or its error, and not the end of what makes them."""
+    return not isinstance(made.error, StopIteration)
 
 
 def change(function: Callable[[Any], Any], made: Made) -> Made:
@@ -131,16 +131,13 @@ class WorkerItems(Dataset[Any]):
     def __init__(self, items: Items, worker_init_fn: Callable[[int], None] | None) -> None:
         self._items, self._worker_init_fn = items, worker_init_fn
 
-    def __getitems__(self, job: tuple[Any, Order, int]) -> Made:
-        """Return a batch, or its error, to torch's iterator."""
+    def __getitem__(self, job: tuple[Any, Order, int]) -> Made:
         try:
             return self._items.make(*job)
         except Exception:  # noqa: BLE001 - raised where the batch would be taken
             info = torch_worker_info()
             where = f"in DataLoader worker process {info and info.id}"
             return Made(error=ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
-
-    __getitem__ = __getitems__
 
     def init_worker(self, worker_id: int) -> None:
         """Prepare a worker process for the user's code, which sees the user's dataset."""
@@ -159,15 +156,11 @@ def hand_on(batch: Any) -> Any:
 
 
 def read(batches: Iterator[Any], order: Order, first: int) -> Iterator[Made]:
-    """Yield the batches of torch's iterator over an iterable dataset, from the number of one on."""
+    """Return the batches of torch's iterator over an iterable dataset, from a number on."""
 
     def make(number: int) -> Made:
         start_s = time.perf_counter()
         with Batch(order, number):
             return Made(next(batches), time.perf_counter() - start_s)
 
-    for number in count(first):
-        made = [attempt(make, (number,))]
-        if is_end(made[0]):
-            return
-        yield made.pop()  # which no frame holds
+    return takewhile(is_batch, (attempt(make, (number,)) for number in count(first)))

@@ -11,10 +11,10 @@ from torch.utils.data import IterableDataset, IterDataPipe, Sampler, SequentialS
 from fastamp._ops import untraced
 from fastamp.data.checks import as_integer
 from fastamp.data.datasets import by_name
-from fastamp.data.making import Options, begin_pass, describe, find_batches, find_source, no_pass
+from fastamp.data.making import Options, begin_pass, describe, find_batches, find_source
 from fastamp.data.order import SeededSampler, Share, find_samplers, find_share
 from fastamp.data.passes import LoaderPass, LoaderStats
-from fastamp.data.position import VERSION, Position, decode, encode, has_state
+from fastamp.data.position import Position, decode, encode, has_state
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -201,7 +201,6 @@ class DataLoader(TorchDataLoader[T_co]):
         epoch = as_integer("epoch", epoch, least=0, optional=False)
         position = own.next if own.next.epoch == epoch else Position(epoch)
         own.begin_at(replace(position, told_epoch=epoch), self.sampler)
-        own.find_pass = no_pass
         for sampler in find_samplers(self):
             tell = getattr(sampler, "set_epoch", None)
             if tell is not None:
@@ -226,7 +225,8 @@ class DataLoader(TorchDataLoader[T_co]):
             RuntimeError: the dataset has a state, and the pass was interrupted or failed.
         """
         check_state(self)
-        own, begun = self._fastamp, self._fastamp.find_pass()
+        own = self._fastamp
+        begun = None if own.begun is None else own.begun()
         in_pass = begun is not None and not begun.ended
         position = replace(begun.position if begun is not None and in_pass else own.next)
         if has_state(self.dataset) and (in_pass or position.dataset_state is None):
@@ -241,7 +241,7 @@ class DataLoader(TorchDataLoader[T_co]):
             at_once = (self.batch_size or 1) * own.share.ranks
             had = position.consumed + position.batch * at_once
             position.batch, position.consumed = 0, min(had, len(self.dataset))  # type: ignore[arg-type]
-        return {"version": VERSION, **identity_of(self), **encode(position)}
+        return {**identity_of(self), **encode(position)}
 
     def load_state_dict(self, state: Any) -> None:
         """Let the next pass resume where `state_dict` was called.
@@ -268,7 +268,6 @@ class DataLoader(TorchDataLoader[T_co]):
                 source.set_state(position.generator)
             position.generator = None
         own.begin_at(position, self.sampler)
-        own.find_pass = no_pass
         own.inner = own.base_seed = None  # workers have moved on
 
     def stats(self) -> LoaderStats:
@@ -326,6 +325,7 @@ def identity_of(loader: DataLoader[Any]) -> dict[str, Any]:
     source = "torch's default generator" if find_source(loader) is None else "a generator"
     has_length = not is_stream and hasattr(loader.dataset, "__len__")
     return {
+        "version": 4,
         "sampler": type(getattr(batches, "sampler", batches)).__name__,
         "is_sharded": own.share is not None,
         "batch_size": None if own.share is not None else getattr(batches, "batch_size", None),

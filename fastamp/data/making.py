@@ -31,7 +31,7 @@ from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers, seeded
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, has_state
-from fastamp.data.runners import InThreads, become_worker, here, own_copy
+from fastamp.data.runners import become_worker, here, in_threads, own_copy
 from fastamp.data.sample_rng import Batch, Order, draw_seed, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns
 
@@ -48,10 +48,6 @@ _OPTIONS = (
 """The arguments of torch's loader that are handed on as they are."""
 
 
-def no_pass() -> None:
-    """Return nothing: no pass has begun."""
-
-
 @dataclass
 class Options:
     """A loader's options beyond torch's, its place, and what lives longer than a pass."""
@@ -63,8 +59,8 @@ class Options:
     max_bytes: int
     next: Position = field(default_factory=Position)
     """Where the next pass begins."""
-    find_pass: Callable[[], LoaderPass | None] = no_pass
-    """Returns the pass that began last, while it lives."""
+    begun: "ref[LoaderPass] | None" = None
+    """The pass that began last, while it lives."""
     stats: LoaderStats = field(default_factory=LoaderStats)
     memory: Memory | None = None
     base_seed: int | None = None
@@ -74,7 +70,7 @@ class Options:
 
     def begin_at(self, position: Position, sampler: Any) -> None:
         """Let the next pass begin at this position."""
-        self.next = position
+        self.next, self.begun = position, None
         if isinstance(sampler, SeededSampler):
             sampler.place(position.epoch)
 
@@ -105,7 +101,7 @@ def begin_pass(loader: Any, device: torch.device | None) -> LoaderPass:
     batches = Making(loader, position, device).begin()
     own.begin_at(Position(position.epoch + 1, told_epoch=position.told_epoch), sampler)
     begun = LoaderPass(batches, position, own.stats, loader.__len__)
-    own.find_pass = ref(begun)
+    own.begun = ref(begun)
     return begun
 
 
@@ -165,7 +161,7 @@ class Making:
             copies.enter_thread()
             return partial(gathered.make, start=copies.start)
 
-        ahead = InThreads(1, "fastamp", begin, self._jobs(), ahead=1)
+        ahead = in_threads(1, "fastamp", begin, self._jobs(), ahead=1)
         return map(partial(change, copies.deliver), ahead)
 
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
@@ -208,7 +204,7 @@ class Making:
                 become_worker(info, loader.worker_init_fn)
             return self._items(info.dataset).make
 
-        return InThreads(count, "fastamp worker", begin, jobs, ahead=ahead)
+        return in_threads(count, "fastamp worker", begin, jobs, ahead=ahead)
 
     def _by_torch(self) -> Iterator[Made]:
         """Return the batches of torch's own loader: its worker processes make them.
@@ -229,7 +225,7 @@ class Making:
             dataset = WorkerItems(self._items(dataset, in_process=True), worker_init_fn)
             worker_init_fn = dataset.init_worker
             if inner is not None:
-                (inner.sampler if self.single else inner.batch_sampler).jobs = order.jobs
+                inner.sampler.jobs = order.jobs
         if inner is None:
             inner = self._torchs(dataset, order, worker_init_fn)
             own.inner = inner if loader.persistent_workers and not is_replaced() else None
@@ -244,13 +240,13 @@ class Making:
         options["pin_memory"] = self.own.memory.pinned
         if not loader.num_workers:
             options["prefetch_factor"] = None
+        is_made = isinstance(dataset, WorkerItems)
         if order is None:
             options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        elif self.single:
+        elif self.single or is_made:
             options |= {"batch_size": None, "sampler": order}
         else:
             options["batch_sampler"] = order
-        is_made = isinstance(dataset, WorkerItems)
         options["collate_fn"] = hand_on if is_made else self._items(dataset).collate_fn
         return TorchDataLoader(dataset, worker_init_fn=worker_init_fn, **options)
 

@@ -124,7 +124,7 @@ class LoaderPass(Iterator[Any]):
         except StopIteration:
             if not self.ended:
                 stats.elapsed_s += start_s - (self._left_s or start_s)
-            self.ended = True
+            self.ended, self._batches = True, iter(())  # whose threads end now
             raise
         except BaseException as raised:  # no batch has come: of a sampler, a timeout, a dead worker
             is_ctrl_c = not isinstance(raised, Exception)  # a sampler or a runner may be halfway

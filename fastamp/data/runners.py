@@ -1,16 +1,14 @@
 """Who makes the batches of a pass: the loop's thread, other threads, or torch's processes."""
 
-import _thread
 import contextlib
 import copy
 import ctypes
+import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle, islice
-from queue import Empty, SimpleQueue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.items import Made, Make, attempt, is_end, reraise
+from fastamp.data.items import Made, Make, attempt
 
 
 class _Own(threading.local):
@@ -54,97 +52,40 @@ def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made]:
         yield attempt(make, job)
 
 
-class InThreads(Iterator[Made]):
-    """Batches that threads make in turn, delivered in order. The threads end with this object.
+def in_threads(
+    count: int, name: str, begin: Callable[[int], Make], jobs: Iterator[Any], *, ahead: int
+) -> Iterator[Made]:
+    """Yield the batches that threads make in turn, in order, so many of them ahead.
 
-    Ctrl-C may interrupt the loop's thread between taking a lock of `threading` and giving it back,
-    and the threads of `concurrent.futures` then wait forever. So it only uses queues, written in C.
+    Each thread first calls `begin` with its number, which returns what makes its batches: one
+    thread after the other, while the loop waits. The threads end with this generator.
     """
-
-    def __init__(
-        self, count: int, name: str, begin: Callable[[int], Any], jobs: Iterator[Any], *, ahead: int
-    ) -> None:
-        """Start the threads, one after the other, and let them begin so many batches.
-
-        Each calls `begin` with its number, which returns what makes the batch of a job there.
-        """
-        queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
-        threads: list[threading.Thread] = []
-        begun: SimpleQueue[Any] = SimpleQueue()
-        self._jobs, self._turns = jobs, cycle(queues)
-        self._under_way: deque[SimpleQueue[Any]] = deque()
-        self._end = weakref.finalize(self, _end, queues, threads)
-        for number, queue in enumerate(queues):
-            arguments = (queue, weakref.ref(self, queue.put), partial(begin, number), begun)
-            threads.append(
-                threading.Thread(
-                    target=_serve, args=arguments, name=f"{name}_{number}", daemon=True
-                )
-            )
-            start_apart(threads[-1], begun)
-            found = [begun.get()]
-            if found[0] is not None:
-                reraise(found.pop().error)  # which no frame holds
-        self._submit(ahead)
-
-    def _submit(self, count: int) -> None:
-        for job in islice(self._jobs, count):
-            self._under_way.append(SimpleQueue())
-            next(self._turns).put((self._under_way[-1], job))
-
-    def __next__(self) -> Made:
-        self._submit(1)
-        made = [self._under_way.popleft().get()] if self._under_way else []
-        if not made or is_end(made[0]):
-            self._under_way.clear()
-            self._end()
-            raise StopIteration
-        batch: Made = made.pop()
-        return batch
-
-
-def start_apart(thread: threading.Thread, begun: Any) -> None:
-    """Start a thread in another one: `Thread.start` takes locks. If it does not start, say so."""
-
-    def start() -> None:
-        try:
-            thread.start()
-        except RuntimeError as error:
-            begun.put(Made(error=error))
-
-    _thread.start_new_thread(start, ())
-
-
-def _serve(queue: Any, _owner: Any, begin: Callable[[], Any], begun: Any) -> None:
-    """Make batches until `_end` puts None; if Ctrl-C interrupts it, until the dead reference."""
+    pools = [ThreadPoolExecutor(1, f"{name}_{number}") for number in range(count)]
+    is_finalizing = sys.is_finalizing  # modules may be gone before this generator
     try:
-        make = begin()
-        begun.put(None)
-    except BaseException as error:  # noqa: BLE001 - raised in the loop: also SystemExit
-        begun.put(Made(error=error))
-        return
-    del begin, begun
-    while type(job := queue.get()) is tuple:
-        reply, arguments = job
-        try:
-            reply.put(make(*arguments))
-        except BaseException as error:  # noqa: BLE001
-            reply.put(Made(error=error))
-        del job, reply, arguments
+        makes = [pool.submit(begin, number).result() for number, pool in enumerate(pools)]
+        turns = cycle(zip(pools, makes, strict=True))
+
+        def submit(job: Any) -> Future[Made]:
+            pool, make = next(turns)
+            return pool.submit(make, *job)
+
+        under_way = deque(map(submit, islice(jobs, ahead)))
+        while under_way:
+            under_way.extend(map(submit, islice(jobs, 1)))
+            yield _wait(under_way.popleft())
+    finally:
+        if not is_finalizing():  # else the threads have ended
+            for pool in pools:
+                pool.shutdown(wait=False, cancel_futures=True)
+            for pool in pools:
+                with contextlib.suppress(RuntimeError):  # collected as garbage in this very thread
+                    pool.shutdown()
 
 
-def _end(queues: "list[SimpleQueue[Any]]", threads: list[threading.Thread]) -> None:
-    """Drop the jobs that no thread has begun, and end the threads."""
-    for queue in queues:
-        try:
-            with contextlib.suppress(Empty):
-                while True:
-                    queue.get_nowait()
-        finally:  # Ctrl-C may interrupt this: the dead reference may be among what was dropped
-            queue.put(None)
-    for thread in threads:
-        with contextlib.suppress(RuntimeError):  # Ctrl-C has kept it from starting
-            thread.join()
+def _wait(future: Future[Made]) -> Made:
+    error = future.exception()
+    return future.result() if error is None else Made(error=error)
 
 
 def become_worker(info: SimpleNamespace, worker_init_fn: Callable[[int], None] | None) -> None:

@@ -132,13 +132,10 @@ class _Part:
     """An array that is gathered, and how."""
 
     def __init__(self, array: Tensor, dtype: torch.dtype) -> None:
-        self.own, self.dtype, self.shape = array.dtype, dtype, tuple(array.shape[1:])
-        self.array = array.view(_SIGNED.get(array.dtype, array.dtype))
+        self.array, self.own, self.dtype = array, array.dtype, dtype
+        self.signed = array.view(_SIGNED.get(array.dtype, array.dtype))
+        self.shape, self.is_widened = tuple(array.shape[1:]), dtype is not array.dtype
         self.is_long = array[:1].nbytes >= _LONG_ROW and array[:1].is_contiguous()
-        self.widened = 0
-        """Bytes of integers that become int64, negative if signed; 0 for rows as they are."""
-        if dtype is not self.own:
-            self.widened = -self.own.itemsize if self.own.is_signed else self.own.itemsize
 
 
 class Gathered:
@@ -169,18 +166,35 @@ class Gathered:
             rows = columns.starts(keys)
         elif columns.rows is not None:
             rows = columns.rows.index_select(0, rows)
-        parts, count = [], rows.shape[0]
-        for part in self._parts if self.device == _CPU else ():
-            if part.widened or count >= self._leased_from:
-                parts.append(self._take(part, rows, count))
-            else:
-                taken = part.array.index_select(0, rows)
-                parts.append(taken if taken.dtype is part.own else taken.view(part.own))
-        if self.device != _CPU:
-            parts = self._take_on_device(rows)
+        on_host = self.device == _CPU
+        parts = self._take(rows, rows.shape[0]) if on_host else self._take_on_device(rows)
         finish = partial(_finish, columns, keys)
         batch = finish(parts) if start is None else start(parts, finish)
         return Made(batch, copy_s=time.perf_counter() - start_s)
+
+    def _take(self, rows: Tensor, count: int) -> list[Tensor]:
+        """Gather on the host; by the core as int64, and what fills the caches."""
+        parts, arrays, outs = [], [], []
+        for part in self._parts:
+            if count >= self._leased_from:
+                out = self._memory.allocate((count, *part.shape), part.dtype)
+            elif part.is_widened:
+                out = torch.empty((count, *part.shape), dtype=part.dtype, device=_CPU)
+            else:
+                taken = part.signed.index_select(0, rows)
+                parts.append(taken if taken.dtype is part.own else taken.view(part.own))
+                continue
+            parts.append(out)
+            if self._core and (part.is_widened or (part.is_long and count >= self._core_from)):
+                arrays.append(part.array)
+                outs.append(out)
+            elif part.is_widened:
+                out.copy_(part.signed.index_select(0, rows).view(part.own))
+            else:
+                torch.index_select(part.signed, 0, rows, out=out.view(part.signed.dtype))
+        if outs:
+            self._core.gather(arrays, rows, outs, self._num_threads)
+        return parts
 
     def _take_on_device(self, rows: Tensor) -> list[Tensor]:
         """Gather on the current stream of the columns' device; nothing waits for the rows."""
@@ -189,25 +203,10 @@ class Gathered:
         parts = []
         for part in self._parts:
             if on_cuda:
-                part.array.record_stream(torch.cuda.current_stream(self.device))
-            taken = part.array.index_select(0, rows).view(part.own)
-            parts.append(taken.to(part.dtype) if part.widened else taken)
+                part.signed.record_stream(torch.cuda.current_stream(self.device))
+            taken = part.signed.index_select(0, rows).view(part.own)
+            parts.append(taken.to(part.dtype) if part.is_widened else taken)
         return parts
-
-    def _take(self, part: _Part, rows: Tensor, count: int) -> Tensor:
-        """Gather as int64, or into leased or pinned memory; by the core what fills the caches."""
-        array, shape = part.array, (count, *part.shape)
-        if count >= self._leased_from:
-            out = self._memory.allocate(shape, part.dtype)
-        else:
-            out = array.new_empty(shape, dtype=part.dtype)
-        if self._core and (part.widened or (part.is_long and count >= self._core_from)):
-            self._core.gather(array, rows, out, self._num_threads, part.widened)
-        elif part.widened:
-            out.copy_(array.index_select(0, rows).view(part.own))
-        else:
-            torch.index_select(array, 0, rows, out=out.view(array.dtype))
-        return out
 
 
 def _finish(columns: Columns, keys: Tensor | None, parts: list[Tensor]) -> Any:

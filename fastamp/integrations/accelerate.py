@@ -128,9 +128,9 @@ class _Accelerator(Methods):
         given, held = _ids_of_grads(parameters), set()
         owners = []
         for each in self._optimizers:
-            own = _ids_of_grads(parameters_of([each.optimizer]))
-            if own and own <= given:
-                held |= own
+            ids = _ids_of_grads(parameters_of([each.optimizer]))
+            if ids and ids <= given:
+                held |= ids
                 owners.append(each.optimizer)
         return owners if held == given else []
 

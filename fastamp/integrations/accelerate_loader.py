@@ -39,14 +39,14 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
         """This process's batches, which `skip_first_batches` reads."""
-        whole, own, sampler = vars(self)["batch_sampler"], self._fastamp, self.sampler
+        whole, ours, sampler = vars(self)["batch_sampler"], self._fastamp, self.sampler
         shuffle = isinstance(sampler, SeededSampler)
-        if whole is None or (own.share is None and not shuffle):
+        if whole is None or (ours.share is None and not shuffle):
             return whole
-        if own.share is not None:
-            options: Any = {"shuffle": shuffle, "drop_last": self.drop_last, "seed": own.seed or 0}
-            sampler = DistributedSampler(self.dataset, own.share.ranks, own.share.rank, **options)
-            sampler.set_epoch(own.next.epoch)
+        if ours.share is not None:
+            options: Any = {"shuffle": shuffle, "drop_last": self.drop_last, "seed": ours.seed or 0}
+            sampler = DistributedSampler(self.dataset, ours.share.ranks, ours.share.rank, **options)
+            sampler.set_epoch(ours.next.epoch)
         return EpochBatches(sampler, self.batch_size or 1, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -31,8 +31,8 @@ class Methods:
     def put_before(cls: Any, instance: Any) -> None:
         """Make an object's class a subclass of this one and of its own, once."""
         if not isinstance(instance, cls):
-            own: Any = type(instance)
-            instance.__class__ = _subclass(cls, own)
+            before: Any = type(instance)
+            instance.__class__ = _subclass(cls, before)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle and copy the object; unpickling makes the class again."""

@@ -37,9 +37,9 @@ class AmpTrainer:
         """Refuse an order of bases in which the Trainer's own methods would be called."""
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[1 : cls.__mro__.index(AmpTrainer)]
-        own = [each.__name__ for each in before if not issubclass(each, AmpTrainer)]
-        if own:
-            msg = f"{cls.__name__}: expected AmpTrainer before {own[0]} among its bases"
+        wrong = [each.__name__ for each in before if not issubclass(each, AmpTrainer)]
+        if wrong:
+            msg = f"{cls.__name__}: expected AmpTrainer before {wrong[0]} among its bases"
             raise TypeError(msg)
 
     @property

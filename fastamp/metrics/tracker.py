@@ -45,7 +45,7 @@ class MetricsTracker:
             logged, none is raised. Only the first rank of torch.distributed calls its sinks.
 
     Raises:
-        TypeError: a sink is neither a callable nor a SummaryWriter.
+        TypeError: `sinks` is no list, or a sink neither a callable nor a SummaryWriter.
         ValueError: `capacity` is not an integer of at least 2.
 
     Example:
@@ -65,6 +65,9 @@ class MetricsTracker:
             expected = "an integer of at least 2, for the first and the last value"
             msg = f"capacity: expected {expected}, got {capacity!r}"
             raise ValueError(msg)
+        if not hasattr(sinks, "__iter__"):
+            msg = f"sinks: expected a list, such as sinks=[print], got {sinks!r}"
+            raise TypeError(msg)
         self.last_step = 0
         """The step of the latest call of `log_scalar`."""
         self._capacity = capacity
@@ -174,7 +177,7 @@ class MetricsTracker:
 
         Call `watch` for a scaler afterwards.
         """
-        loaded = {name: Series.restore(kept) for name, kept in state.items()}
+        loaded = {name: Series.restore(saved) for name, saved in state.items()}
         self._drain(wait=True)  # what was logged before still goes to the sinks
         with self._lock:
             self._series.clear()
@@ -255,8 +258,8 @@ class Transfer:
             return
         # Leaving the stream would make a context on the thread's device if that were another one.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            joined = torch.cat([*map(torch.ravel, values)])
-            self._values = joined.to("cpu", non_blocking=True)  # into pinned memory
+            flat = torch.cat([*map(torch.ravel, values)])
+            self._values = flat.to("cpu", non_blocking=True)  # into pinned memory
             self._event = stream.record_event()
 
     def is_ready(self) -> bool:

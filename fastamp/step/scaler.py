@@ -291,6 +291,9 @@ class GradScaler(torch.amp.GradScaler):
             msg = "Closure use is not currently supported if GradScaler is enabled."
             raise RuntimeError(msg)
         closure = args[0] if args else kwargs.get("closure")
+        if isinstance(closure, float | int):
+            msg = f"step: expected a closure, got {closure!r}; to clip: max_norm={closure}"
+            raise TypeError(msg)
         if max_norm is not None and closure is not None:
             msg = f"{max_norm=} cannot clip gradients that a closure recomputes inside the step"
             raise RuntimeError(msg)

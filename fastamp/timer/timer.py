@@ -213,8 +213,8 @@ class Timer:
         """
         if self._clock is not None:
             self._clock.wait()
-        found = {path: self._stats(region) for path, region in list(self._regions.items())}
-        return {path: s for path, s in found.items() if s.count or s.dropped}
+        stats = {path: self._stats(region) for path, region in list(self._regions.items())}
+        return {path: s for path, s in stats.items() if s.count or s.dropped}
 
     def _stats(self, region: Region) -> RegionStats:
         figures, others = region.figures(), (0.0, 0)
@@ -226,8 +226,8 @@ class Timer:
         count, sum_ns, min_ns, max_ns, buffer = figures
         hits = np.frombuffer(buffer, np.int64)
         ranks = np.ceil(np.multiply((0.5, 0.9, 0.99), count))
-        found = middles_ns(np.searchsorted(hits.cumsum(), ranks))
-        p50, p90, p99 = (np.clip(found, min_ns, max_ns) / 1e9).tolist()
+        middles = middles_ns(np.searchsorted(hits.cumsum(), ranks))
+        p50, p90, p99 = (np.clip(middles, min_ns, max_ns) / 1e9).tolist()
         total, low, high = sum_ns / 1e9, min_ns / 1e9, max_ns / 1e9
         mean = total / max(count, 1)
         histogram = tuple((bucket, int(hits[bucket])) for bucket in hits.nonzero()[0].tolist())

@@ -21,6 +21,12 @@ class Batches:
     def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool = False) -> None:
         self._name, self._device = name, config.chosen_device
         self.loader: Any = _make_loader(data, config, shuffle=shuffle)
+        if not hasattr(self.loader, "__iter__"):
+            kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
+            msg = f"{name}: expected {kinds}, got {type(data).__name__}"
+            raise TypeError(msg)
+        if isinstance(self.loader, DataLoader) and shuffle and config.checkpoint_dir is not None:
+            self.loader.state_dict()  # raises an error if the position cannot be known
         self._is_moved = self.loader is not data  # ours, which moves them to the device
         self.has_state = False  # with which the loader resumes within a pass
         with suppress(AttributeError, TypeError):  # a position that cannot be known

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastamp.data.checks import as_integer
-from fastamp.data.loader import find_share_of
+from fastamp.data.loader import DataLoader, check_state, find_share_of
 from fastamp.train import ranks
 from fastamp.train.folder import Folder
 from fastamp.train.random_state import rng_state, set_rng_state
@@ -56,7 +56,8 @@ class Checkpointer:
 
     Raises:
         OSError: the folder cannot be read.
-        TypeError: `folder` is no path, or a part has no `state_dict` or `load_state_dict`.
+        TypeError: `folder` is no path, a part has no `state_dict` or `load_state_dict`, or the
+            loader's position cannot be known.
         ValueError: `keep`, `best` or the name of a part is wrong, `folder` is an address such as
             s3://, or the model's state_dict leaves out a parameter.
 
@@ -166,7 +167,8 @@ class Checkpointer:
             ValueError: `only` names no part of this Checkpointer, or a part refuses its state.
         """
         known = {*self._parts, "rng"}
-        _expect("only", only, f"names of {sorted(known)}", fine=only is None or known >= {*only})
+        expected = f"names of {sorted(known)}, such as only=('model',)"
+        _expect("only", only, expected, fine=only is None or known >= {*only})
         path_of, newest = self._folder.path_of, self._folder.newest
         state, damage, step = None, "", ranks.first(newest)
         while state is None and step is not None:
@@ -189,7 +191,7 @@ class Checkpointer:
             warnings.warn(f"{damage}resumed from {path_of(state['step'])}", stacklevel=2)
         self._newest, self._best = state["step"], state["best"]
         for name, part in _chosen(self._parts, only).items():
-            ranks.together(load_part, part, state[name])
+            ranks.together(self._load, state, name, part)
         if len(state["ranks"]) == ranks.count() and (only is None or "rng" in only):
             set_rng_state(state["rng"])
         return int(state["step"])
@@ -243,9 +245,17 @@ class Checkpointer:
         try:
             self._check(state, only, as_many=as_many)
         except ValueError as error:
-            msg = f"{path}: {error}; restore(only=...) takes parts; another folder starts anew"
+            remedies = "restore(only=('model',)) takes the weights, another folder starts anew"
+            msg = f"{path}: {error}; {remedies}"
             raise CheckpointError(msg) from error
         return state
+
+    def _load(self, state: dict[str, Any], name: str, part: Any) -> None:
+        try:
+            load_part(part, state[name])
+        except ValueError as error:
+            msg = f"{self._folder.path_of(state['step'])}: {name}: {error}"
+            raise ValueError(msg) from error
 
     def _check(self, state: dict[str, Any], only: Collection[str] | None, *, as_many: bool) -> None:
         """Raise a ValueError that says why a checkpoint cannot be resumed; nothing changes."""
@@ -278,6 +288,8 @@ def _part(name: str, part: Any) -> Any:
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
         msg = f"{name}: expected state_dict and load_state_dict, got {type(part).__name__}"
         raise TypeError(msg)
+    if isinstance(part, DataLoader):
+        check_state(part)
     is_optimizer = isinstance(part, Optimizer)
     inside = getattr(part, "optimizer", None) if is_optimizer else ranks.unwrapped(part)
     return inside if isinstance(inside, (nn.Module, Optimizer)) else part

@@ -49,8 +49,8 @@ class TrainConfig:
     """Of the optimizer."""
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw" or "adam", fused where torch supports it, "sgd" or "adagrad"; or a callable that
-    makes one of the parameters that require a gradient, and ignores `lr` and `weight_decay`. A run
-    resumes only at its first rates."""
+    makes one of the parameters that require a gradient, those of the loss last, and ignores `lr`
+    and `weight_decay`. A run resumes only at its first rates."""
     schedule: str = "cosine"
     """Of the learning rate: "cosine" or "linear", which end at 0, or "constant"."""
     warmup_steps: int = 0
@@ -105,8 +105,8 @@ class TrainConfig:
     tracker: MetricsTracker | None = None
     """Receives "train/loss", "train/lr", "val/loss" and those of a watched scaler, from step 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
-    """The loss of predictions and target, see `ModelCall.loss`. A module with parameters to train
-    is a ValueError: the model has to hold it, and return the loss."""
+    """The loss of predictions and target, see `ModelCall.loss`. The parameters of a module, as of
+    ArcFace, are trained and saved too; over ranks they are a ValueError: put it into the model."""
     model_call: ModelCall | None = None
     """How to call the model and compute its loss, in place of `loss_fn`."""
 

@@ -1,7 +1,9 @@
 """The loop of `fine_tune`: what a run consists of; steps, evaluations and checkpoints, in turn."""
 
+import errno
 import logging
 import math
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -22,7 +24,7 @@ from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.folder import Folder
 from fastamp.train.model_call import ModelCall
-from fastamp.train.optimizer import Schedule, make_optimizer, place_loss
+from fastamp.train.optimizer import Schedule, find_loss, make_optimizer
 from fastamp.train.progress import Progress
 from fastamp.train.result import Curve, TrainResult
 
@@ -53,9 +55,11 @@ class Loop:
             model.to(self.device)
         # In evaluation DDP's own call would exchange buffers.
         self.evaluated: Any = model.module if ranks.is_ddp(model) else model
-        place_loss(getattr(self.model_call, "loss_fn", None), model, self.device)
+        loss_fn = getattr(self.model_call, "loss_fn", None)
+        self.loss = find_loss(loss_fn, model, self.device)
+        trained = nn.ModuleList([model] if self.loss is None else [model, self.loss])
         options = {"lr": config.lr, "weight_decay": config.weight_decay}
-        self.optimizer = make_optimizer(model, config.optimizer, **options)
+        self.optimizer = make_optimizer(trained, config.optimizer, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(self.optimizer, partial(config.lr_factor, total=self.n_steps))
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
@@ -261,12 +265,16 @@ class Loop:
         """Return the checkpointer; restore the newest checkpoint, if there is one, and say so."""
         config, place = self.config, self.progress
         folder = Folder(config.checkpoint_dir or "", keep=config.keep)
+        made = next(path for path in (folder.path, *folder.path.parents) if path.exists())
+        if not os.access(made, os.W_OK):
+            raise PermissionError(errno.EACCES, "checkpoint_dir cannot be written to", str(made))
         if not config.resume and (newest := folder.newest()) is not None:
             msg = f"resume: expected True, as {folder.path} has the checkpoint of step {newest}"
             raise ValueError(msg)
         parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         parts |= {"scaler": self.scaler, "progress": place, "tracker": self.tracker}
         parts |= {"loader": self.data.loader} if self.data.has_state else {}
+        parts["loss_fn"] = self.loss
         best = config.mode if config.keep_best else None
         checkpointer = Checkpointer(folder.path, keep=config.keep, best=best, **parts)
         step = checkpointer.restore()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from fastamp.train import ranks
+
 OPTIMIZERS: dict[str, Any] = {kind.__name__.lower(): kind for kind in (AdamW, Adam, SGD, Adagrad)}
 SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps after the warm-up
     "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
@@ -17,10 +19,10 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps 
 
 
 def make_optimizer(
-    model: nn.Module, kind: str | Callable[[list[nn.Parameter]], Optimizer], **options: Any
+    trained: nn.Module, kind: str | Callable[[list[nn.Parameter]], Optimizer], **options: Any
 ) -> Optimizer:
-    """Return the optimizer of what requires a gradient in a model; a callable gets no options."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """Return the optimizer of what requires a gradient; a callable gets no options."""
+    parameters = [p for p in trained.parameters() if p.requires_grad]
     if not parameters:
         msg = "model: expected a parameter that requires a gradient, it has none"
         raise ValueError(msg)
@@ -31,23 +33,28 @@ def make_optimizer(
             return OPTIMIZERS[kind](parameters, **fused, **options)  # type: ignore[no-any-return]
         except RuntimeError:  # not fused for this device or dtype
             return OPTIMIZERS[kind](parameters, **options)  # type: ignore[no-any-return]
-    made = kind(parameters)
-    known = {*map(id, model.parameters())}
-    if any(id(p) not in known for group in made.param_groups for p in group["params"]):
-        msg = "optimizer: expected parameters of the model, got others too"
+    made: Any = kind(parameters)
+    groups = made.param_groups if isinstance(made, Optimizer) else [{"params": [None]}]
+    known = {*map(id, trained.parameters())}
+    if any(id(p) not in known for group in groups for p in group["params"]):
+        wanted = "a callable that returns an Optimizer of parameters of the model or of loss_fn"
+        msg = f"optimizer: expected {wanted}, got {made!r:.200}"
         raise ValueError(msg)
-    return made
+    return made  # type: ignore[no-any-return]
 
 
-def place_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> None:
-    """Move a loss that is a module; raise a ValueError if it has parameters of its own to train."""
+def find_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> nn.Module | None:
+    """Return the loss, on a device, if it is a module with tensors that the model does not hold."""
     loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
-    if isinstance(loss, nn.Module):
-        known = {*map(id, model.parameters())}
-        if any(p.requires_grad and id(p) not in known for p in loss.parameters()):
-            msg = f"loss_fn: {type(loss).__name__} has parameters to train: put it into the model"
-            raise ValueError(msg)
-        loss.to(device)
+    if not isinstance(loss, nn.Module):
+        return None
+    known = {*map(id, model.parameters()), *map(id, model.buffers())}
+    own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in known]
+    if ranks.count() > 1 and any(tensor.requires_grad for tensor in own):
+        has = f"{type(loss).__name__} has parameters, which ranks do not share"
+        msg = f"loss_fn: {has}: train a model that holds it and returns its loss"
+        raise ValueError(msg)
+    return loss.to(device) if own else None
 
 
 class Schedule:

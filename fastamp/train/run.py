@@ -57,7 +57,7 @@ def fine_tune(
     Raises:
         CheckpointError: see `Checkpointer.save` and `restore`: only the model's device has changed.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
-        TypeError: the model's output is of a wrong kind.
+        TypeError: the model, the config, the data or the model's output are of a wrong kind.
         ValueError: there is no batch or no parameter to train, shapes or options do not fit, ranks
             have unlike numbers of batches, or the run in `config.checkpoint_dir` has finished; the
             model has that run's weights then.
@@ -70,6 +70,10 @@ def fine_tune(
         8
     """
     config = TrainConfig() if config is None else config
+    for name, value, kind in (("model", model, nn.Module), ("config", config, TrainConfig)):
+        if not isinstance(value, kind):
+            msg = f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
+            raise TypeError(msg)
     n_ranks = ranks.count()
     if dist.is_available() and dist.is_torchelastic_launched():  # maybe without a process group
         n_ranks = int(os.environ["WORLD_SIZE"])

@@ -90,6 +90,8 @@ def check_equal(saved: dict[str, Any], own: dict[str, Any], may_differ: Iterable
         theirs, ours = saved.get(name), own.get(name)
         if name not in may_differ and (type(theirs) is not type(ours) or theirs != ours):
             msg = f"it has {name}={short(theirs)}, this run {short(ours)}"
+            if theirs is None or ours is None:
+                msg = f"it has {name}, this run none" if ours is None else f"it has no {name}"
             raise ValueError(msg)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 
 import pytest
 import torch
@@ -26,9 +25,8 @@ def data():
 
 
 @pytest.fixture
-def task(tmp_path, monkeypatch):
+def task(tmp_path):
     """Return a function that writes a task's file and returns its name."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
     count = itertools.count()
 
     def write(text, name="make"):
@@ -41,7 +39,7 @@ def task(tmp_path, monkeypatch):
 
 def run_losses(task, *, is_ours, steps=3, precision="fp32"):
     """Return the losses of an arm."""
-    runner = Trainer(Arm(name="x", task=task, is_ours=is_ours, precision=precision), "cpu", 0)
+    runner = Trainer(Arm(name="x", task=task, is_ours=is_ours, precision=precision))
     runner.steps = steps
     runner.prepare()
     runner.visit()
@@ -142,8 +140,8 @@ def slow(device, seed):
 """
     place, before = task(text), (torch.is_anomaly_enabled(), torch.get_num_threads())
     torch.set_num_threads(2)
-    plain = Trainer(Arm(name="plain", task=place), "cpu", 0)
-    slow = Trainer(Arm(name="slow", task=place.replace(":make", ":slow")), "cpu", 0)
+    plain = Trainer(Arm(name="plain", task=place))
+    slow = Trainer(Arm(name="slow", task=place.replace(":make", ":slow")))
     try:
         for runner, wanted in ((slow, (True, 1)), (plain, (False, 2)), (slow, (True, 1))):
             runner.visit()
@@ -152,19 +150,6 @@ def slow(device, seed):
     finally:
         torch.set_num_threads(before[1])
         del torch.seen
-
-
-def test_noise_in_the_data_is_raced_as_it_is(task, monkeypatch):
-    text = """
-class Noisy(torch.utils.data.Dataset):
-    def __len__(self): return 64
-    def __getitem__(self, i): return torch.randn(4), i % 3
-def make(device, seed):
-    return nn.Linear(4, 3), Noisy(), loss
-"""
-    found = measure.race_task(list_arms(task(text), ["fp32"], []), "cpu", 0, steps=8)
-    assert [len(curve) for curve in found.losses.values()] == [8, 8]
-    assert found.left_out == {}
 
 
 def test_a_precision_in_which_the_model_fails_is_left_out_and_fp32_is_not(task):
@@ -178,17 +163,21 @@ def make(device, seed):
     return Only(4, 3), data(), loss
 def broken(device, seed):
     return nn.Linear(5, 3), data(), loss
+def right(device, seed):
+    return nn.Linear(4, 3), data(), loss
 """
     place = task(text)
-    found = measure.race_task(list_arms(place, ["fp32", "bf16"], []), "cpu", 0, steps=8)
-    assert found.race.arms == ["torch fp32", "fastamp fp32"]
+    own = [("mine", place.replace(":make", ":right"))]
+    found = measure.race_task(list_arms(place, ["fp32", "bf16"], own), 8)
+    assert found.race.arms == ["torch fp32", "fastamp fp32", "mine"]
+    assert found.arms[-1].base == "torch fp32"
     assert {*found.left_out} == {"torch bf16", "fastamp bf16"}
     assert "AssertionError: half is not for me" in found.left_out["torch bf16"]
     broken = place.replace(":make", ":broken")
     with pytest.raises(tasks.BrokenTask, match="model: its call on a batch"):
-        measure.race_task(list_arms(broken, ["fp32"], []), "cpu", 0, steps=8)
+        measure.race_task(list_arms(broken, ["fp32"]), 8)
     with pytest.raises(tasks.BrokenTask, match="--arm mine: model: its call on a batch"):
-        measure.race_task(list_arms(place, ["fp32"], [("mine", broken)]), "cpu", 0, steps=8)
+        measure.race_task(list_arms(place, ["fp32"], [("mine", broken)]), 8)
 
 
 def test_arms_that_do_not_fit_beside_the_others_are_left_out_and_told_why(task):
@@ -202,19 +191,23 @@ def make(device, seed):
         return loss(output, target)
     return nn.Linear(4, 3), data(), full
 """
-    found = measure._begin(list_arms(task(text), ["fp32", "bf16"], []), "cpu", 0, None)
+    found = measure._begin(list_arms(task(text), ["fp32", "bf16"]))
     assert [*found[0]] == ["torch fp32", "fastamp fp32"]
     assert found[1]["torch bf16"].startswith("batch_size: a step does not fit into memory; loss:")
 
 
-def test_a_task_is_made_once_for_each_arm_of_a_build_and_nowhere_else(task):
+def test_a_task_is_made_once_for_each_arm_of_a_build_and_its_noise_is_raced_as_it_is(task):
     text = """
 torch.made = []
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): return torch.randn(4), i % 3
 def make(device, seed):
     torch.made.append(seed)
-    return nn.Linear(4, 3), data(), loss
+    return nn.Linear(4, 3), Noisy(), loss
 """
-    measure.race_task(list_arms(task(text), ["fp32"], []), "cpu", 0, steps=8)
+    found = measure.race_task(list_arms(task(text), ["fp32"]), 8)
+    assert [len(curve) for curve in found.losses.values()] == [8, 8]
     assert torch.made == [0] * 2 * 3  # arms, builds
     del torch.made
 
@@ -226,7 +219,7 @@ def make(device, seed):
     return model, DataLoader(data(), 16, shuffle=True), loss, {"max_norm": 0.1}
 """
     pair = [
-        Trainer(Arm(name="x", task=place, is_ours=is_ours), "cpu", 0)
+        Trainer(Arm(name="x", task=place, is_ours=is_ours))
         for place in [task(text)]
         for is_ours in (False, True)
     ]
@@ -244,8 +237,8 @@ def test_an_evaluate_without_an_accuracy_gives_a_loss(task):
 def make(device, seed):
     return nn.Linear(4, 3), data(), loss, {"evaluate": lambda model: {"loss": 2.5}}
 """
-    runner = Trainer(Arm(name="x", task=task(text)), "cpu", 0)
-    [score] = runner.evaluate()
+    runner = Trainer(Arm(name="x", task=task(text)))
+    score = runner.evaluate()
     assert score.loss == 2.5
     assert score.accuracy != score.accuracy  # it is NaN
 

@@ -25,11 +25,9 @@ from fastamp.bench.race import (
     Race,
     Visit,
     collect,
-    estimate,
     find_noise,
     run_build,
     run_race,
-    verdict_on,
 )
 from fastamp.bench.record import Measurement, compare_arms
 from fastamp.bench.tasks import BrokenTask, expect
@@ -88,7 +86,7 @@ def test_a_visit_that_left_out_work_is_counted_and_in_no_ratio(clock):
     skipped = {"skipped": lambda name: name == "b" and next(now) in skips}
     plan = Plan(rounds=16, warmup=0, builds=(1,))
     race = run_race(lambda: case_of(clock, arms, **skipped), plan)
-    assert race.skipped("b") == 2
+    assert [round_["b"].skipped for round_ in race.rounds].count(True) == 2
     assert race.ratio("b").value == pytest.approx(2.0)
     assert race.times_s("b") == pytest.approx([1.0] * 14)
 
@@ -123,7 +121,7 @@ def test_every_build_makes_its_arms_anew_and_has_one_ratio(clock):
 
     race = run_race(make, Plan(rounds=40, warmup=0, builds=(5,)))
     logs = [math.log(ratio) for ratio in (1.1, 1.2, 1.3, 1.4, 1.5)]
-    assert (len(race.builds), race.is_apart) == (5, False)
+    assert len(race.builds) == 5
     assert race.time_s("ours").value == pytest.approx(1.0)
     assert race.ratio("ours").value == pytest.approx(math.exp(np.mean(logs)))
     half = 3.2976 * np.std(logs, ddof=1) / math.sqrt(5)  # Student's at 97 %, four degrees
@@ -215,11 +213,8 @@ def test_a_race_that_is_done_is_built_no_more_beside_one_that_is_not():
 # Fresh processes
 
 
-def test_a_build_apart_is_another_process(processes):
+def test_a_build_apart_is_another_process_whose_broken_task_is_raised_here(processes):
     assert apart.run_apart(os.getpid) != os.getpid()
-
-
-def test_a_broken_task_of_another_process_is_raised_here(processes):
     with pytest.raises(BrokenTask, match="make: expected more, got less"):
         apart.run_apart(expect, False, "make", "more", "less")
 
@@ -248,40 +243,40 @@ def test_a_process_that_dies_before_it_reads_its_work_is_an_error_and_no_wait(pr
 # The gate
 
 
-def schedule(folder, thread, ran, waited):
-    """Write a thread's times as the kernel does."""
-    path = folder / "self" / "task" / str(thread)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "schedstat").write_text(f"{ran} {waited} 7\n")
-
-
-@pytest.fixture
-def proc(tmp_path, monkeypatch):
-    """Return a folder in the place of /proc, on two cores; 10 s pass between two looks."""
-    clock = itertools.count(0, 10)
-    monkeypatch.undo()
-    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(cores, "perf_counter", lambda: next(clock))
-    return tmp_path
+def schedule(folder, busy_s, *threads):
+    """Write the times of two cores and of another one, and of threads, as the kernel does."""
+    ticks = [100 + int(time_s * os.sysconf("SC_CLK_TCK")) for time_s in (busy_s, 0, 9 * busy_s)]
+    lines = [f"cpu{core} {each} 0 0 9 9 0 0 0 0 0" for core, each in enumerate(ticks)]
+    (folder / "stat").write_text("\n".join([f"cpu {sum(ticks)} 0 0 9 9 0 0 0", *lines, "ctxt 7"]))
+    for name, times_s in enumerate(threads):
+        path = folder / "self" / "task" / str(name)
+        path.mkdir(parents=True, exist_ok=True)
+        ran, waited = (5_000 + int(time_s * 1e9) for time_s in times_s)
+        (path / "schedstat").write_text(f"{ran} {waited} 7\n")
 
 
 @pytest.mark.parametrize(
-    ("ran_s", "waited_s", "share"),
+    ("threads", "ended_s", "busy_s", "own", "share"),
     [
-        ((10.0, 0.0), (0.0, 0.0), 0.0),
-        ((5.0, 5.0), (5.0, 5.0), 0.5),  # two busy neighbours
-        ((6.7, 6.7), (3.3, 3.3), 0.33),  # one
-        ((10.0, 10.0), (10.0, 10.0), 0.0),  # four threads of our own on two cores
+        ([(10.0, 0.0)], 0.0, 10.0, {0, 1}, 0.0),
+        ([(5.0, 5.0), (5.0, 5.0)], 0.0, 20.0, {7, 8}, 0.5),  # two busy neighbours
+        ([(6.7, 3.3), (6.7, 3.3)], 0.0, 20.0, {0, 1}, 0.33),  # one
+        ([(10.0, 10.0), (10.0, 10.0)], 0.0, 20.0, {0, 1}, 0.0),  # four threads on two cores
+        ([(9.0, 8.0)], 10.0, 20.0, {0, 1}, 0.05),  # two workers of its own have ended
+        ([(9.0, 8.0)], 0.0, 12.0, {0, 1}, 0.25),  # a core was idle most of the time
     ],
 )
 def test_a_neighbour_is_time_that_threads_waited_for_a_core_that_others_had(
-    proc, ran_s, waited_s, share
+    threads, ended_s, busy_s, own, share, tmp_path, monkeypatch
 ):
-    schedule(proc, 1, 5_000, 7_000)
+    ended = iter([os.times_result((0, 0, 3, 1, 0)), os.times_result((0, 0, 3 + ended_s, 1, 0))])
+    monkeypatch.undo()
+    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: own)
+    monkeypatch.setattr(cores.os, "times", lambda: next(ended))
+    schedule(tmp_path, 0.0, (0.0, 0.0))
     counted = Cores()
-    schedule(proc, 1, 5_000 + int(ran_s[0] * 1e9), 7_000 + int(waited_s[0] * 1e9))
-    schedule(proc, 2, int(ran_s[1] * 1e9), int(waited_s[1] * 1e9))  # a new thread
+    schedule(tmp_path, busy_s, *threads)  # the second thread is new
     assert counted.waiting().share == pytest.approx(share, abs=0.01)
 
 
@@ -301,26 +296,6 @@ def test_this_kernel_counts_a_thread_that_runs_or_does_not_count(monkeypatch):
         pass
     found = counted.waiting()
     assert found is None or found.ran_s > 0.03
-
-
-def test_what_workers_ran_that_have_ended_is_no_neighbours(proc, monkeypatch):
-    ended = iter([os.times_result((0, 0, 3, 1, 0)), os.times_result((0, 0, 12, 2, 0))])
-    monkeypatch.setattr(cores.os, "times", lambda: next(ended))
-    schedule(proc, 1, 0, 0)
-    counted = Cores()
-    schedule(proc, 1, int(9e9), int(8e9))  # it waited for its own two workers
-    assert counted.waiting().share == pytest.approx(1 / 20)  # 20 s of cores, 19 of them ours
-
-
-@pytest.mark.parametrize(("others", "share"), [(0, 0.0), (3, 0.25)])
-def test_threads_wait_no_longer_than_others_ran(others, share, proc):
-    ticks = os.sysconf("SC_CLK_TCK")
-    (proc / "stat").write_text("cpu  100 0 0 9 9 0 0 0 0 0\ncpu0 1\n")
-    schedule(proc, 1, 0, 0)
-    counted = Cores()
-    (proc / "stat").write_text(f"cpu  {100 + (9 + others) * ticks} 0 0 9 9 0 0 0 0 0\n")
-    schedule(proc, 1, int(9e9), int(8e9))
-    assert counted.waiting().share == pytest.approx(share)
 
 
 def busy_race(waited_s, times_s=(1.05, 1.0)):
@@ -358,26 +333,6 @@ def test_beyond_10_percent_of_waiting_there_is_no_verdict_and_no_sentence(waited
 # Intervals and verdicts
 
 
-@pytest.mark.parametrize("n", [3, 5, 12, 60])
-def test_an_interval_covers_the_truth_as_often_as_it_says(n):
-    rng = np.random.default_rng(n)
-    found = [estimate(rng.normal(0, 1, n).tolist()) for _ in range(400)]
-    assert sum(each.low <= 0 <= each.high for each in found) >= 367  # 380, 3 deviations
-
-
-@pytest.mark.parametrize(
-    ("ends", "verdict"),
-    [
-        ((1.5, 1.6), "pass"),
-        ((1.4, 1.4999), "fail"),
-        ((1.4, 1.5), "inconclusive"),
-        ((math.nan, math.nan), "inconclusive"),
-    ],
-)
-def test_only_an_interval_that_clears_the_target_passes(ends, verdict):
-    assert verdict_on(Interval(value=1.5, low=ends[0], high=ends[1]), low=1.5) == verdict
-
-
 @pytest.mark.parametrize(
     ("ends", "verdict"),
     [
@@ -386,8 +341,6 @@ def test_only_an_interval_that_clears_the_target_passes(ends, verdict):
         ((0.99, 1.01), "equal"),
         ((0.86, 2.63), "cannot tell"),
         ((0.99, 1.05), "cannot tell"),
-        ((0.045, 667.0), "cannot tell"),
-        ((-math.inf, math.inf), "cannot tell"),
         ((math.nan, math.nan), "cannot tell"),
     ],
 )

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import sys
-import traceback
 from functools import partial
 from html.parser import HTMLParser
 
@@ -19,11 +18,9 @@ from support.bench_pages import COMMANDS, JOBS, QUICK, RUNS, write_all
 from support.fake_clock import FakeClock
 
 from fastamp._progress import progress
-from fastamp.bench import latency, measure, page
-from fastamp.bench.__main__ import main
+from fastamp.bench import latency, page
 from fastamp.bench.comparison import PLAIN, run_cases
 from fastamp.bench.race import Case, Interval, Plan, run_race
-from fastamp.bench.trainer import Trainer
 
 VOID = {"meta", "link"}
 MADE_UP = [*RUNS, "all"]
@@ -123,10 +120,9 @@ def test_what_the_user_named_is_text(written):
     record = written["gain"][1]
     name = '<b>$x$ "&\u4e2d\udcff'
     text = json.dumps(record).replace("fastamp/bf16", json.dumps(name)[1:-1])
-    made = page.make(json.loads(text) | {"notes": ["<i>"], "command": "<u>"})
-    found = Page(made)
+    found = Page(page.make(json.loads(text) | {"notes": ["<i>"], "command": "<u>"}))
     assert not {"b", "i", "u"} & found.tags
-    assert name.replace("\udcff", "?") in found.texts["text"]
+    assert name in found.texts["text"]
     assert found.texts["h1"] == ["fastamp bench: <u>"]
 
 
@@ -160,17 +156,15 @@ def test_a_point_lies_where_its_ratio_is_and_has_the_colour_of_its_verdict():
 
 
 @pytest.mark.parametrize(
-    ("ends", "ticks"),
+    ("low", "high", "ticks"),
     [
-        ((0.98, 1.0, 1.03), ["1x"]),
-        ((0.5, 1.0, 2.0), ["0.5x", "1x", "2x"]),
-        ((1.0, 13.0, 16.0), ["1x", "2x", "5x", "10x"]),
+        (0.98, 1.03, ["1x"]),
+        (0.5, 2.0, ["0.5x", "1x", "2x"]),
+        (1.0, 16.0, ["1x", "2x", "5x", "10x"]),
     ],
 )
-def test_the_axis_of_the_picture_has_round_numbers_with_1_among_them(ends, ticks):
-    low, value, high = ends
-    points = [page.Point("a", ends=(low, low, low)), page.Point("b", ends=(high, high, high))]
-    points.append(page.Point("c", ends=(low, value, high)))
+def test_the_axis_of_the_picture_has_round_numbers_with_1_among_them(low, high, ticks):
+    points = [page.Point(name, ends=(end, end, end)) for name, end in (("a", low), ("b", high))]
     assert re.findall(r">([\d.]+x)</text>", page.draw("x", points)) == ticks
 
 
@@ -182,7 +176,7 @@ def test_a_case_is_held_to_its_base_and_to_the_plain_arm(monkeypatch):
     times_s = {"torch": 2.0, PLAIN: 1.0, "fastamp": 0.5}
     case = Case(arms={arm: partial(clock.spend, time_s) for arm, time_s in times_s.items()})
     args = argparse.Namespace(device="cpu", seed=0)
-    found = run_cases(args, QUICK, ["x"], lambda _: case, [])
+    found = run_cases(args, QUICK, {"x": lambda: case}, [])
     assert {each.name: each.interval.value for each in found.measurements} == {
         "speedup/x/plain": pytest.approx(2.0),
         "speedup/x": pytest.approx(4.0),
@@ -190,23 +184,6 @@ def test_a_case_is_held_to_its_base_and_to_the_plain_arm(monkeypatch):
     }
     cells = [row["of plain [95 %]"].split("x")[0] for row in found.table]
     assert cells == ["", "", "2.000"]
-
-
-def test_an_arm_is_few_frames_from_the_command(monkeypatch):
-    stacks = []
-
-    def train_step(trainer, _, region):
-        for name in measure.REGIONS[1:]:
-            with region(name):
-                pass
-        names = [frame.name for frame in traceback.extract_stack()]
-        stacks.append(names[names.index("main") :])
-        trainer.losses.append(torch.zeros(()))
-
-    monkeypatch.setattr(Trainer, "train_step", train_step)
-    main(COMMANDS["train"].split())
-    names = ["main", "_run", "race_task", "collect", "build", "<lambda>", "_train"]
-    assert stacks[0][:7] == names
 
 
 def test_a_request_ends_with_its_result_and_the_first_ones_are_not_counted(monkeypatch):

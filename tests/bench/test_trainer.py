@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import fastamp
-from fastamp.bench import gpt, trainer
+from fastamp.bench import gpt, tasks
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.trainer import Arm, Trainer
 
@@ -43,8 +43,8 @@ def begin(made, **arm):
     """Return a trainer over a copy of the model."""
     own = copy.deepcopy(made[0]), *made[1:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "find_make", lambda _: lambda *_: own)
-        return Trainer(Arm(name="", task="", **arm), "cpu", 0)
+        patch.setattr(tasks, "find_make", lambda _: lambda *_: own)
+        return Trainer(Arm(name="", task="", **arm))
 
 
 # The text and the model
@@ -178,7 +178,7 @@ def test_a_score_is_computed_in_float32_outside_autocast(made, monkeypatch):
         return cross_entropy(logits, targets, **options)
 
     monkeypatch.setattr(gpt.functional, "cross_entropy", spy)
-    (score,) = begin(made, precision="bf16").evaluate()
+    score = begin(made, precision="bf16").evaluate()
     assert seen == [(torch.float32, False, False)] * 16
-    assert score.accuracy == pytest.approx(sum(score.window_accuracies) / 62)
+    assert score.accuracy == pytest.approx(sum(score.accuracies) / 62)
     assert score.loss == pytest.approx(math.log(256), rel=0.2)  # nothing is learnt yet

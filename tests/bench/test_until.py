@@ -130,12 +130,12 @@ def test_all_arms_cross_one_loss_with_every_seed(monkeypatch, tmp_path, capsys):
 
 def test_a_task_without_a_held_out_loss_is_refused():
     with pytest.raises(BrokenTask, match=r"options\['evaluate'\]: expected a dict with \"loss\""):
-        until.train(list_arms(f"{__name__}:silent", ["fp32"], []), 0, 10, 0.5)
+        until.train(list_arms(f"{__name__}:silent", ["fp32"]), 0, 10, 0.5)
 
 
 @pytest.mark.parametrize("steps", [30, 80])
 def test_the_target_is_the_first_arms_loss_at_90_percent_of_its_steps(steps):
-    arm = list_arms(TASK, ["fp32"], [])[0]
+    arm = list_arms(TASK, ["fp32"])[0]
     curve = until.train([arm], 0, steps, -math.inf)[arm.name]
     assert steps <= curve.steps[-1] <= steps + 2
     wanted = np.interp(0.9 * steps, curve.steps, curve.smooth())

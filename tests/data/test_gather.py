@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_rows_of_every_size_are_copied(core, nbytes, count, threads):
     array = make_array("u1", 9, nbytes + 1)[:, 1:]  # at an odd address, with gaps between rows
     array, rows = torch.from_numpy(array), torch.randint(9, (count,))
     out = torch.zeros(count, nbytes, dtype=torch.uint8)
-    core.gather(array, rows, out, threads)
+    core.gather([array], rows, [out], threads)
     assert torch.equal(out, array[rows])
 
 
@@ -44,18 +45,17 @@ def test_integers_become_int64(core, dtype, length):
     nbytes = make_array("u1", 1 + 50 * np.dtype(dtype).itemsize + 4 * length)[1:]  # an odd address
     tokens = np.frombuffer(nbytes.tobytes(), dtype)
     windows = np.lib.stride_tricks.sliding_window_view(tokens, max(length, 1))[:, :length]
-    rows, signed = torch.tensor([3, 0, 9]), dtype.startswith("i")
-    out = torch.zeros(3, length, dtype=torch.int64)
-    array = torch.from_numpy(windows.copy().view(f"i{np.dtype(dtype).itemsize}"))
-    core.gather(array, rows, out, 2, array.element_size() * (-1 if signed else 1))
-    assert out.tolist() == windows[[3, 0, 9]].tolist()
+    out, again = (torch.zeros(3, length, dtype=torch.int64) for _ in range(2))
+    array = torch.from_numpy(windows.copy())
+    core.gather([array, array], torch.tensor([3, 0, 9]), [out, again], 2)
+    assert out.tolist() == again.tolist() == windows[[3, 0, 9]].tolist()
 
 
 @pytest.mark.parametrize("bad", [-1, 9, 10**12])
 def test_a_row_that_does_not_exist_is_named_and_nothing_is_copied(core, bad):
     array, out = torch.ones(9, 5), torch.zeros(3, 5)
     with pytest.raises(IndexError, match=f"index {bad} is out of bounds for dimension 0 with size"):
-        core.gather(array, torch.tensor([0, 1, bad]), out, 2)
+        core.gather([array], torch.tensor([0, 1, bad]), [out], 2)
     assert not out.any()
 
 
@@ -69,6 +69,15 @@ def test_large_batches_are_those_of_small_ones(dtype, backend):
     loader = fastamp.DataLoader(TensorDataset(x, y), 32, shuffle=True, seed=1)
     for rows, numbers in loader:
         assert_same(rows, torch.stack([x[i] for i in numbers]))
+
+
+def test_the_core_gathers_windows_of_tokens_and_large_batches_in_one_call(core, monkeypatch):
+    calls = []
+    watched = SimpleNamespace(gather=lambda *a: calls.append(len(a[0])) or core.gather(*a))
+    monkeypatch.setattr(sources, "core_for", lambda _: watched)
+    list(fastamp.DataLoader(fastamp.TokenDataset(np.arange(33, dtype="u2"), 4), 8))
+    list(fastamp.DataLoader(TensorDataset(torch.ones(32, 50_000), torch.arange(32)), 32))
+    assert calls == [2, 1]
 
 
 def test_a_batch_in_use_is_never_written_and_its_memory_comes_back(monkeypatch, backend):

@@ -1,4 +1,4 @@
-"""A loader's state: small, at any batch, and in a new process the batches that would have come."""
+"""A loader's state: small, at any batch, resumed to the bit in a new process, refused elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import torch
 from support.loading import Squares, assert_same, generator, make_array
 from support.resumable import EPOCHS, VARIANTS, make_loader, run
 from support.thread_workers import fail
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastamp
 from fastamp.data.making import Making
@@ -250,3 +257,60 @@ def test_a_stream_that_restores_generators_in_its_own_state_draws_on():
     resumed = fastamp.DataLoader(Keeps(), 2)
     resumed.load_state_dict(state)
     assert_same([*resumed], expected)
+
+
+def test_foreign_states_are_refused_and_change_nothing(backend):
+    loader = fastamp.DataLoader(X, 4, shuffle=True, seed=1)
+    expected = loader.state_dict()
+    other = fastamp.DataLoader(X, 5, shuffle=True, seed=1)
+    with pytest.raises(ValueError, match="its batch_size is 5, the loader's 4"):
+        loader.load_state_dict(other.state_dict())
+    for options, message in (
+        ({"drop_last": True}, "its drop_last is False, the loader's True"),
+        ({"shuffle": False}, "its sampler is 'SeededSampler', the loader's 'SequentialSampler'"),
+        ({"seed": None}, "its sampler is 'SeededSampler', the loader's 'RandomSampler'"),
+    ):
+        other = fastamp.DataLoader(X, 4, **{"shuffle": True, "seed": 1, **options})
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(expected)
+    own = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
+    with pytest.raises(ValueError, match="its source of randomness is 'a generator'"):
+        fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(own.state_dict())
+    batches = BatchSampler(RandomSampler(X), 5, drop_last=False)
+    with pytest.raises(ValueError, match="its batch_size is 5, the loader's 4"):
+        fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(
+            fastamp.DataLoader(X, batch_sampler=batches).state_dict()
+        )
+    for state in ({}, {"version": 4}, {"epoch": 1, "batch": 2}):
+        with pytest.raises(ValueError, match=r"expected what DataLoader\.state_dict returns"):
+            loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="its version is 99, the loader's 4"):
+        loader.load_state_dict({**expected, "version": 99})
+    assert_same(loader.state_dict(), expected)
+
+
+def test_batches_that_come_in_any_order_and_pipes_have_no_state():
+    options = {"shard": True, "rank": 0, "world_size": 2}
+    loader = fastamp.DataLoader(Squares(40), 2, num_workers=1, in_order=False, **options)
+    with pytest.raises(TypeError, match="in_order=False"):
+        loader.state_dict()
+    with pytest.raises(TypeError, match="dataset: the position of a pipe"):
+        fastamp.DataLoader(IterableWrapper([1, 2]), 2).state_dict()
+
+
+class StatefulSampler(RandomSampler):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_sampler_with_a_state_of_its_own_is_refused_by_its_name():
+    sampler = StatefulSampler(X)
+    batches = BatchSampler(sampler, 4, drop_last=False)
+    for options in ({"sampler": sampler}, {"batch_sampler": batches}):
+        loader = fastamp.DataLoader(X, **options)
+        assert len([*loader]) == len(loader)
+        with pytest.raises(TypeError, match="sampler: StatefulSampler has a state of its own"):
+            loader.state_dict()

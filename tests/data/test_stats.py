@@ -26,10 +26,12 @@ X, Y = make_array(torch.float32, 600, 5), torch.arange(600)
         ({"wait_s": 0.98, "copy_s": 0.0143}, "starved 98 %"),
         ({"wait_s": 0.06, "copy_s": 0.04}, "starved 6 %"),
         ({"wait_s": 0.5, "getitem_s": 0.3, "collate_s": 0.2}, "starved 50 %"),
+        ({"path": "item by item, in 2 threads: a reason"}, "compute-bound; its threads may hold"),
     ],
 )
 def test_a_cause_is_named_only_where_it_explains_the_waiting(times, verdict):
-    assert str(LoaderStats(batches=1, elapsed_s=1.0, **times)) == verdict
+    said = str(LoaderStats(batches=1, elapsed_s=1.0, **times))
+    assert said.startswith(verdict) if "path" in times else said == verdict
 
 
 ITEM_BY_ITEM = {
@@ -97,11 +99,6 @@ def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend
     assert stats.wait_share > 0.5
     assert stats.getitem_s >= 0.2
     assert stats.getitem_s > max(stats.collate_s, stats.copy_s)
-
-
-def test_threads_that_may_hold_the_gil_are_named():
-    stats = LoaderStats(batches=1, elapsed_s=1.0, path="item by item, in 2 threads: a reason")
-    assert str(stats).startswith("compute-bound; its threads may hold the GIL")
 
 
 class Slow(Squares):

@@ -8,18 +8,11 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-def not_installed(name):
-    raise importlib.metadata.PackageNotFoundError(name)
-
-
-def no_library(name):
-    raise OSError(name)
 
 
 @pytest.fixture
@@ -36,8 +29,9 @@ def backend(monkeypatch):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    monkeypatch.setattr(module.ctypes, "CDLL", no_library)
-    monkeypatch.setattr(module, "distribution", not_installed)
+    monkeypatch.setattr(module.ctypes, "CDLL", mock.Mock(side_effect=OSError))
+    absent = mock.Mock(side_effect=importlib.metadata.PackageNotFoundError)
+    monkeypatch.setattr(module, "distribution", absent)
     monkeypatch.setattr(module.build, "get_requires_for_build_wheel", lambda _: ["ninja"])
     return module
 

@@ -113,16 +113,16 @@ def run_all(machine, *words, stop_at=None, **more):
     return process.returncode, out, record["parts"]
 
 
-def statuses(found):
-    return {name: part["status"] for name, part in found.items()}
+def statuses(record):
+    return {name: part["status"] for name, part in record.items()}
 
 
 def test_the_list_needs_nothing_and_tells_parts_of_two_calls():
-    found = parts()
-    names = [name for name, *_ in found]
+    listed = parts()
+    names = [name for name, *_ in listed]
     assert names[:4] == ["build", "facts", "bits", "launches"]
-    assert {call for _, call, _ in found} == {"first", "second"}
-    assert all(float(minutes) < 9.5 for _, _, minutes in found)
+    assert {call for _, call, _ in listed} == {"first", "second"}
+    assert all(float(minutes) < 9.5 for _, _, minutes in listed)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or Path("/dev/nvidia0").exists(), reason="a GPU")
@@ -138,14 +138,14 @@ PIECES = {"nccl": {"nccl-ddp", "nccl-fsdp"}, "shipped": {"shipped", "shipped-bit
 
 def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
     assert run_all(machine, "first")[0] == 0
-    status, _, found = run_all(machine, "second")
+    status, _, record = run_all(machine, "second")
     assert status == 0
     for name, *_ in parts():
-        assert PIECES.get(name, {name}) <= found.keys()
-    assert {part["status"] for part in found.values()} == {"passed"}
-    assert {part["commit"] for part in found.values()} == {"c0ffee"}
-    assert found["facts"]["rows"] == [{"row": 1}]
-    assert found["bits"]["cases"] == {"count": 1, "wrong": []}
+        assert PIECES.get(name, {name}) <= record.keys()
+    assert {part["status"] for part in record.values()} == {"passed"}
+    assert {part["commit"] for part in record.values()} == {"c0ffee"}
+    assert record["facts"]["rows"] == [{"row": 1}]
+    assert record["bits"]["cases"] == {"count": 1, "wrong": []}
     assert "the log of" in Path(machine["RESULTS"], "on_gpu.log").read_text()
 
 
@@ -158,44 +158,44 @@ def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
     ],
 )
 def test_every_part_that_fails_or_is_cut_short_leaves_its_lines(call, how, which, machine):
-    status, out, found = run_all(machine, call, **{how: which, "PART_S": "1"})
+    status, out, record = run_all(machine, call, **{how: which, "PART_S": "1"})
     assert status == 1
-    wrong = {name for name, part in found.items() if part["status"] != "passed"}
+    wrong = {name for name, part in record.items() if part["status"] != "passed"}
     if how == "BREAKS":
         built = {"build", "build-works"} if call == "first" else {"shipped", "shipped-works"}
-        assert found.keys() - wrong == built
+        assert record.keys() - wrong == built
     for name in wrong:
-        assert found[name]["status"] == ("failed" if how == "BREAKS" else "cut short")
+        assert record[name]["status"] == ("failed" if how == "BREAKS" else "cut short")
         assert f"\n{name} " in out
-        assert name.startswith("nccl") or found[name].keys() & {"rows", "cases", "files"}
+        assert name.startswith("nccl") or record[name].keys() & {"rows", "cases", "files"}
     for name, of_call, _ in parts():
-        assert of_call != call or PIECES.get(name, {name}) & found.keys()
+        assert of_call != call or PIECES.get(name, {name}) & record.keys()
     assert "the log of" in out  # the end of the log, of each part
     if "tests" in wrong:
-        assert found["tests"]["files"]["tests/a.py"]["ran"] == ["test_one"]
+        assert record["tests"]["files"]["tests/a.py"]["ran"] == ["test_one"]
 
 
 def test_a_script_that_is_stopped_leaves_the_record_of_what_had_run(machine):
-    status, _, found = run_all(machine, "first", stop_at="pid", HANGS="captures")
+    status, _, record = run_all(machine, "first", stop_at="pid", HANGS="captures")
     assert status == 143
-    assert found.pop("captures")["status"] == "cut short"
-    assert found.keys() >= {"build", "facts", "bits", "launches"}
-    assert {*statuses(found).values()} == {"passed"}
+    assert record.pop("captures")["status"] == "cut short"
+    assert record.keys() >= {"build", "facts", "bits", "launches"}
+    assert {*statuses(record).values()} == {"passed"}
 
 
 def test_a_build_that_fails_leaves_its_log_and_a_record(machine):
-    status, out, found = run_all(machine, "first", BREAKS="pip.install")
-    assert (status, statuses(found)) == (1, {"build": "failed"})
+    status, out, record = run_all(machine, "first", BREAKS="pip.install")
+    assert (status, statuses(record)) == (1, {"build": "failed"})
     assert "pip install" in Path(machine["RESULTS"], "on_gpu.log").read_text()
     assert "pip install" in out
 
 
 def test_a_call_leaves_out_what_it_has_no_time_or_tool_for_and_says_so(machine):
     Path(machine["PATH"].partition(":")[0], "compute-sanitizer").unlink()
-    # 75 s are kept behind the tests
-    *_, found = run_all(machine, "first", LIMIT_S="60")
-    assert statuses(found)["tests"] == "left out: no time"
-    assert statuses(found)["memcheck"] == "left out: there is no compute-sanitizer here"
+    # the last 75 s are not the tests'
+    *_, record = run_all(machine, "first", LIMIT_S="60")
+    assert statuses(record)["tests"] == "left out: no time"
+    assert statuses(record)["memcheck"] == "left out: there is no compute-sanitizer here"
 
 
 # The programs that it runs
@@ -213,32 +213,20 @@ def test_last(): pass
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "status", "end"),
-    [
-        (TESTS, [], 1, "cut short"),
-        ("def test_other(): pass", [], 0, "no tests"),
-        ("", ["--limit", "0"], 1, "left out: no time"),
-    ],
-)
-def test_each_test_leaves_a_line_and_the_last_one_names_the_end(
-    text, words, status, end, tmp_path, script
-):
-    file, begun = tmp_path / "test_one.py", tmp_path / "test_one.py.begun"
-    file.write_text(text)
-    command = [sys.executable, SCRIPTS / "gpu_tests.py", *words, file]
+def test_each_test_leaves_a_line_and_a_file_that_is_cut_short_says_so(tmp_path, script):
+    file = tmp_path / "test_one.py"
+    file.write_text(TESTS)
+    command = [sys.executable, SCRIPTS / "gpu_tests.py", file]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    if text == TESTS:
-        wait_until(process, begun.exists)
-        process.terminate()
-    lines = [json.loads(line) for line in process.communicate(timeout=60)[0].splitlines()]
-    assert (process.returncode, lines[-1]["end"]) == (status, end)
-    if text == TESTS:
-        text = "\n".join(json.dumps(line) for line in [{"part": "tests", "device": "D"}, *lines])
-        record = script("gpu_record")
-        [file] = record.shorten(record.read(text)["tests"])["files"].values()
-        assert (file["passed"], file["ran"]) == (1, ["test_first", "test_wrong"])
-        assert "assert [1] == [2]" in file["failures"][0]["why"]
+    wait_until(process, Path(f"{file}.begun").exists)
+    process.terminate()
+    out = process.communicate(timeout=60)[0]
+    assert (process.returncode, json.loads(out.splitlines()[-1])["end"]) == (1, "cut short")
+    record = script("gpu_record")
+    lines = json.dumps({"part": "tests", "device": "D"}) + "\n" + out
+    [of_file] = record.shorten(record.read(lines)["tests"])["files"].values()
+    assert (of_file["passed"], of_file["ran"]) == (1, ["test_first", "test_wrong"])
+    assert "assert [1] == [2]" in of_file["failures"][0]["why"]
 
 
 @pytest.fixture
@@ -288,8 +276,8 @@ def test_a_wrong_bit_and_an_error_are_lines_and_the_next_case_runs(script, monke
         return made
 
     monkeypatch.setattr(bits, "draw", draw)
-    _, *found = bits.run("cpu", using=using, only="aligned")
-    wrong = {line["case"]: line["wrong"] for line in found if not line["ok"]}
+    _, *lines = bits.run("cpu", using=using, only="aligned")
+    wrong = {line["case"]: line["wrong"] for line in lines if not line["ok"]}
     assert "norm, float32, aligned" not in wrong
     assert "1 of 140000 elements, from 0" in " ".join(wrong["norm, bfloat16, aligned"])
     assert wrong["norm, float16, misaligned"] == [f"RuntimeError: {ILLEGAL}"]

@@ -30,35 +30,36 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "no": None}
 def make_accelerator(precision="no", accumulate=1):
     forget()  # the one before
     mixed = "no" if precision == "fp16" else precision
-    own = accelerate.Accelerator(
+    accelerator = accelerate.Accelerator(
         cpu=True, mixed_precision=mixed, gradient_accumulation_steps=accumulate
     )
-    return use_fp16(own) if precision == "fp16" else own
+    return use_fp16(accelerator) if precision == "fp16" else accelerator
 
 
 def make_weight(value=1.0):
     return torch.nn.Parameter(torch.full((3,), value))
 
 
-def train(own, batches, make_optimizer):
+def train(accelerator, batches, make_optimizer):
     """Train as Accelerate's documentation has it; return all that can be seen."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    scaler = prepare(own)
-    assert scaler is own.scaler or (own.scaler is None and scaler is prepare(own))
-    model, optimizer, schedule = own.prepare(model, optimizer, schedule)
+    scaler = prepare(accelerator)
+    assert prepare(accelerator) is scaler
+    assert accelerator.scaler in (scaler, None)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     seen = []
     for x, y in batches:
-        with own.accumulate(model):
-            with own.autocast():
+        with accelerator.accumulate(model):
+            with accelerator.autocast():
                 loss = LOSS(model(x), y)
-            own.backward(loss)
-            if own.sync_gradients:
-                norm = own.clip_grad_norm_(model.parameters(), 0.1)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
-            if own.sync_gradients:
-                seen.append((str(norm.item()), own.optimizer_step_was_skipped))
+            if accelerator.sync_gradients:
+                seen.append((str(norm.item()), accelerator.optimizer_step_was_skipped))
             schedule.step()
             optimizer.zero_grad()
     return model, scaler, schedule, seen
@@ -69,8 +70,8 @@ def train(own, batches, make_optimizer):
 def test_clip_and_step_are_fastamps_one_step(batches, precision, name, accumulate):
     make_optimizer, dtype = OPTIMIZERS[name], DTYPES[precision]
     expected, stock, rates, norms = train_by_hand(batches, dtype, make_optimizer, accumulate)
-    own = make_accelerator(precision, accumulate)
-    model, scaler, schedule, seen = train(own, batches, make_optimizer)
+    accelerator = make_accelerator(precision, accumulate)
+    model, scaler, schedule, seen = train(accelerator, batches, make_optimizer)
     assert seen == [(str(norm), not math.isfinite(norm)) for norm in norms]
     assert_same_bits(model.state_dict(), expected.state_dict())
     assert scaler.state_dict() == stock.state_dict()
@@ -80,15 +81,15 @@ def test_clip_and_step_are_fastamps_one_step(batches, precision, name, accumulat
     assert scaler.last_step.way == way
 
 
-def clip_values_too(own, model, optimizer, _):
-    own.clip_grad_norm_(model.parameters(), 0.5)
-    own.clip_grad_value_(model.parameters(), 0.01)
+def clip_values_too(accelerator, model, optimizer, _):
+    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    accelerator.clip_grad_value_(model.parameters(), 0.01)
     optimizer.step()
 
 
-def halve_the_gradients(own, model, optimizer, i):
+def halve_the_gradients(accelerator, model, optimizer, i):
     """Change what was clipped: in place, and by other tensors."""
-    own.clip_grad_norm_(model.parameters(), 0.1)
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
     for parameter in model.parameters():
         if i % 2:
             parameter.grad.data.mul_(0.5)
@@ -97,52 +98,52 @@ def halve_the_gradients(own, model, optimizer, i):
     optimizer.step()
 
 
-def give_up_a_batch(own, model, optimizer, i):
+def give_up_a_batch(accelerator, model, optimizer, i):
     """Clear the gradients in place of a step."""
-    own.clip_grad_norm_(model.parameters(), 0.1)
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
     if i == 1:
         optimizer.zero_grad(set_to_none=False)
     else:
         optimizer.step()
 
 
-def clip_twice(own, model, optimizer, _):
+def clip_twice(accelerator, model, optimizer, _):
     """Ask for the norm, then clip."""
-    norm = own.clip_grad_norm_(model.parameters(), math.inf)
-    own.clip_grad_norm_(model.parameters(), 0.1)
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return norm
 
 
-def clip_a_part(own, model, optimizer, i):
-    norm = own.clip_grad_norm_([*model.parameters()][: 1 + i], 0.01)
+def clip_a_part(accelerator, model, optimizer, i):
+    norm = accelerator.clip_grad_norm_([*model.parameters()][: 1 + i], 0.01)
     optimizer.step()
     return norm
 
 
-def clip_by_another_norm(own, model, optimizer, _):
-    norm = own.clip_grad_norm_(model.parameters(), 0.1, 1.0)
+def clip_by_another_norm(accelerator, model, optimizer, _):
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, 1.0)
     optimizer.step()
     return norm
 
 
-def step_with_a_closure(own, model, optimizer, _):
-    own.clip_grad_norm_(model.parameters(), 0.1)
+def step_with_a_closure(accelerator, model, optimizer, _):
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step(lambda: None)
 
 
-def step_without_a_clip(own, model, optimizer, i):
+def step_without_a_clip(accelerator, model, optimizer, i):
     if i % 2:
-        own.clip_grad_norm_(model.parameters(), 0.1)
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
 
 
-def overflow(own, model, optimizer, i):
+def overflow(accelerator, model, optimizer, i):
     if i == 1:
         model[0].weight.grad[0, 0] = math.inf
-    own.clip_grad_norm_(model.parameters(), 0.1)
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
-    return torch.tensor([own.optimizer_step_was_skipped, own.scaler.get_scale()])
+    return torch.tensor([accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()])
 
 
 BOTH, NO, FP16 = ("no", "fp16"), ("no",), ("fp16",)  # in which Accelerate itself runs a program
@@ -158,17 +159,17 @@ def test_what_a_program_does_between_clip_and_step_means_what_it_meant(
 ):
     found = []
     for change in (prepare, lambda _: None):
-        own = make_accelerator(precision, accumulate)
-        change(own)
+        accelerator = make_accelerator(precision, accumulate)
+        change(accelerator)
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        model, optimizer = own.prepare(model, optimizer)
+        model, optimizer = accelerator.prepare(model, optimizer)
         torch.manual_seed(5)
         seen = []
         for i in range(4):
-            with own.accumulate(model):
-                own.backward(LOSS(model(torch.randn(8, 16)), torch.randint(4, (8,))))
-                seen.append(program(own, model, optimizer, i))
+            with accelerator.accumulate(model):
+                accelerator.backward(LOSS(model(torch.randn(8, 16)), torch.randint(4, (8,))))
+                seen.append(program(accelerator, model, optimizer, i))
                 if program is not overflow:
                     seen += [parameter.grad.clone() for parameter in model.parameters()]
                 optimizer.zero_grad()
@@ -178,15 +179,15 @@ def test_what_a_program_does_between_clip_and_step_means_what_it_meant(
 
 @pytest.mark.parametrize("precision", ["fp16", "no"])
 def test_the_step_after_a_clip_skips_without_a_second_read(precision, monkeypatch):
-    own = make_accelerator(precision)
-    scaler, parameter = prepare(own), make_weight()
-    optimizer = own.prepare(torch.optim.SGD([parameter], lr=1.0))
+    accelerator = make_accelerator(precision)
+    scaler, parameter = prepare(accelerator), make_weight()
+    optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
     reads = []
     measure = Grads.measure
     monkeypatch.setattr(Grads, "measure", lambda *args: reads.append(0) or measure(*args))
     for factor in (math.inf, 1.0):
-        own.backward(factor * parameter.sum())
-        norm = own.clip_grad_norm_([parameter], 1.0)
+        accelerator.backward(factor * parameter.sum())
+        norm = accelerator.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
         assert scaler.last_step.norm.item() == norm.item()
         assert scaler.last_step.skipped == optimizer.step_was_skipped == (factor == math.inf)
@@ -198,17 +199,17 @@ def test_the_step_after_a_clip_skips_without_a_second_read(precision, monkeypatc
 
 @pytest.mark.parametrize("together", [True, False])
 def test_several_optimizers_are_clipped_together_or_one_by_one(together):
-    own, parameters = make_accelerator("fp16"), [make_weight(), make_weight()]
-    prepare(own)
-    optimizers = own.prepare(*(torch.optim.SGD([p], lr=0.0) for p in parameters))
+    accelerator, parameters = make_accelerator("fp16"), [make_weight(), make_weight()]
+    prepare(accelerator)
+    optimizers = accelerator.prepare(*(torch.optim.SGD([p], lr=0.0) for p in parameters))
     for factor in (1.0, math.inf, 2.0):
-        own.backward((factor * parameters[0]).sum() + 2 * parameters[1].sum())
+        accelerator.backward((factor * parameters[0]).sum() + 2 * parameters[1].sum())
         if together:
-            norm = own.clip_grad_norm_(parameters, 0.5)
+            norm = accelerator.clip_grad_norm_(parameters, 0.5)
             assert norm.item() == pytest.approx(math.hypot(factor, 2) * 3**0.5)
         for parameter, optimizer in zip(parameters, optimizers, strict=True):
             if not together:
-                own.clip_grad_norm_([parameter], 0.5)
+                accelerator.clip_grad_norm_([parameter], 0.5)
             optimizer.step()
         norms = [p.grad.norm().item() for p in parameters]
         skipped = [each.step_was_skipped for each in optimizers]
@@ -226,25 +227,25 @@ def test_a_loop_resumes_to_the_bit_in_the_middle_of_an_epoch(tmp_path):
     data = fastamp.ArrayDataset(torch.randn(80, 16, generator=torch.Generator().manual_seed(2)))
 
     def run(start, stop):
-        own = make_accelerator("fp16", accumulate=2)
-        prepare(own)
+        accelerator = make_accelerator("fp16", accumulate=2)
+        prepare(accelerator)
         optimizer = torch.optim.AdamW((model := make_model()).parameters(), lr=1e-2)
         loader = fastamp.DataLoader(data, 8, shuffle=True, seed=3)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        model, optimizer, schedule, loader = own.prepare(model, optimizer, schedule, loader)
+        model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
         if start:
-            own.load_state(tmp_path)
+            accelerator.load_state(tmp_path)
         for step, (x,) in enumerate(loader, start):
-            with own.accumulate(model), own.autocast():
-                own.backward(model(x).square().mean())
-                if own.sync_gradients:
-                    own.clip_grad_norm_(model.parameters(), 0.1)
+            with accelerator.accumulate(model), accelerator.autocast():
+                accelerator.backward(model(x).square().mean())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
             if step + 1 == stop:
-                own.save_state(tmp_path)
-        rates = torch.tensor([own.scaler.get_scale(), *schedule.get_last_lr()])
+                accelerator.save_state(tmp_path)
+        rates = torch.tensor([accelerator.scaler.get_scale(), *schedule.get_last_lr()])
         return [rates, *model.state_dict().values()]
 
     expected = run(0, 4)  # it goes on after the state was saved
@@ -252,20 +253,20 @@ def test_a_loop_resumes_to_the_bit_in_the_middle_of_an_epoch(tmp_path):
 
 
 def test_a_program_may_hold_a_schedule_as_accelerates_own_tests_do():
-    own = make_accelerator()
-    prepare(own)
-    optimizer = own.prepare(torch.optim.SGD([make_weight()], lr=1.0))
-    schedule = own.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    accelerator = make_accelerator()
+    prepare(accelerator)
+    optimizer = accelerator.prepare(torch.optim.SGD([make_weight()], lr=1.0))
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     optimizer._is_overflow = True
     schedule.step()
     assert schedule.get_last_lr() == [1.0]
 
 
 def test_a_prepared_accelerator_is_pickled_and_copied():
-    own = make_accelerator("fp16")
-    prepare(own)
-    own.prepare(torch.optim.SGD([make_weight(2.0)], lr=1.0))
-    for again in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
+    accelerator = make_accelerator("fp16")
+    prepare(accelerator)
+    accelerator.prepare(torch.optim.SGD([make_weight(2.0)], lr=1.0))
+    for again in (pickle.loads(pickle.dumps(accelerator)), copy.deepcopy(accelerator)):
         (optimizer,) = again._optimizers
         (parameter,) = optimizer.param_groups[0]["params"]
         again.backward((parameter * parameter).sum() / 2)
@@ -275,12 +276,12 @@ def test_a_prepared_accelerator_is_pickled_and_copied():
 
 
 def test_the_scalers_state_is_taken_over():
-    own = make_accelerator("fp16")
-    stock = own.scaler
+    accelerator = make_accelerator("fp16")
+    stock = accelerator.scaler
     stock.load_state_dict({**stock.state_dict(), "scale": 8.0, "_growth_tracker": 2})
-    scaler = prepare(own)
+    scaler = prepare(accelerator)
     assert scaler.state_dict() == stock.state_dict()
-    assert prepare(own) is scaler is own.scaler
+    assert prepare(accelerator) is scaler is accelerator.scaler
 
 
 def test_what_cannot_be_prepared_is_refused_before_anything_is_touched():
@@ -288,22 +289,22 @@ def test_what_cannot_be_prepared_is_refused_before_anything_is_touched():
         text = f"its distributed_type {kind} clips and steps by itself.*{more}"
         with pytest.raises(ValueError, match=text):
             prepare(SimpleNamespace(distributed_type=SimpleNamespace(value=kind)))
-    own = make_accelerator()
-    optimizer = own.prepare(torch.optim.SGD([make_weight()], lr=1.0))
+    accelerator = make_accelerator()
+    optimizer = accelerator.prepare(torch.optim.SGD([make_weight()], lr=1.0))
     with pytest.raises(RuntimeError, match="it has prepared an optimizer; call prepare"):
-        prepare(own)
-    assert type(own) is accelerate.Accelerator
+        prepare(accelerator)
+    assert type(accelerator) is accelerate.Accelerator
     assert type(optimizer) is accelerate.optimizer.AcceleratedOptimizer
 
 
 def test_wrong_calls_are_refused():
-    own, weight = make_accelerator("fp16"), make_weight()
-    prepare(own)
-    own.prepare(torch.optim.SGD([weight], lr=1.0))
-    own.backward(weight.sum())
-    own.clip_grad_norm_([weight], 1.0)
+    accelerator, weight = make_accelerator("fp16"), make_weight()
+    prepare(accelerator)
+    accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
+    accelerator.backward(weight.sum())
+    accelerator.clip_grad_norm_([weight], 1.0)
     with pytest.raises(RuntimeError, match="already been called on this optimizer since"):
-        own.clip_grad_norm_([weight], 1.0)  # as by Accelerate alone
-    use_fp16(own)
+        accelerator.clip_grad_norm_([weight], 1.0)  # as by Accelerate alone
+    use_fp16(accelerator)
     with pytest.raises(RuntimeError, match="scaler: it was set after prepare"):
-        own.backward(weight.sum())
+        accelerator.backward(weight.sum())

@@ -30,6 +30,8 @@ def test_sinks_get_every_value_in_order_until_the_tracker_is_closed():
     assert [len(batch) for batch in batches] == [tracker.QUEUE, tracker.QUEUE, 10_000 % 4096]
     with pytest.raises(TypeError, match="sinks: expected callables or SummaryWriters, got 'a'"):
         fastamp.MetricsTracker(sinks=[print, "a"])
+    with pytest.raises(TypeError, match=r"sinks: expected a list, such as sinks=\[print\]"):
+        fastamp.MetricsTracker(sinks=print)
 
 
 def test_a_sink_that_raises_is_reported_once_and_stops_nothing(caplog):

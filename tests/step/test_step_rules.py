@@ -29,6 +29,12 @@ def test_a_closure_with_max_norm_is_refused(enabled, optimizer_class, by_name, b
     assert parameters[0].grad.tolist() == [1.0] * 4
 
 
+def test_a_norm_in_the_place_of_a_closure_is_refused():
+    scaler = fastamp.GradScaler("cpu", enabled=False)
+    with pytest.raises(TypeError, match=r"expected a closure, got 1\.0; .*: max_norm=1\.0"):
+        scaler.step(torch.optim.SGD(parameters_with(torch.ones(4))), 1.0)
+
+
 def test_no_closure_is_none(backend):
     parameters = parameters_with(torch.ones(4))
     optimizer = torch.optim.SGD(parameters, lr=1.0)

@@ -55,7 +55,7 @@ def use_fp16(accelerator: Any) -> Any:
 
 
 @contextlib.contextmanager
-def accelerator(**options: Any) -> Iterator[Any]:
+def over_ranks(**options: Any) -> Iterator[Any]:
     """Yield an Accelerator over the ranks, with `accumulate` steps and the loaders' options."""
     rank, count = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
@@ -93,37 +93,38 @@ LOADERS = {
 def watch(kind, name, length, options):
     """Return each batch of two epochs, with Accelerate's state and what it gathers for metrics."""
     torch.manual_seed(3)
-    found = []
-    with accelerator(accumulate=2, **options) as own:
+    seen = []
+    with over_ranks(accumulate=2, **options) as accelerator:
         model = torch.nn.Linear(1, 1)
-        loader = own.prepare(kind(**LOADERS[name](length)))
+        loader = accelerator.prepare(kind(**LOADERS[name](length)))
         if name != "a stream":
-            found.append((len(loader), loader.total_batch_size))
+            seen.append((len(loader), loader.total_batch_size))
         for _ in range(2):
             for (batch,) in loader:
-                state = own.gradient_state
-                with own.accumulate(model):
-                    synced = own.sync_gradients
+                state = accelerator.gradient_state
+                with accelerator.accumulate(model):
+                    synced = accelerator.sync_gradients
                 gathered = None
                 if options.get("even_batches", True):
-                    gathered = own.gather_for_metrics(batch).tolist()
+                    gathered = accelerator.gather_for_metrics(batch).tolist()
                 end = state.end_of_dataloader, state.remainder
-                found.append((batch.tolist(), synced, *end, gathered))
-        return found
+                seen.append((batch.tolist(), synced, *end, gathered))
+        return seen
 
 
 def train(shard):
     """Return the samples of two epochs, where steps were due, and whether the loader is ours."""
-    with accelerator(accumulate=3) as own:
+    with over_ranks(accumulate=3) as accelerator:
         model = torch.nn.Linear(1, 1)
-        loader = own.prepare(fastamp.DataLoader(rows(64), 4, shuffle=True, seed=5, shard=shard))
-        assert own.prepare(loader) is loader
+        loader = fastamp.DataLoader(rows(64), 4, shuffle=True, seed=5, shard=shard)
+        loader = accelerator.prepare(loader)
+        assert accelerator.prepare(loader) is loader
         epochs = []
         for _ in range(2):
             seen, synced = [], []
             for (batch,) in loader:
-                with own.accumulate(model):
-                    synced.append(own.sync_gradients)
+                with accelerator.accumulate(model):
+                    synced.append(accelerator.sync_gradients)
                 seen += batch.tolist()
             epochs.append((seen, synced))
         return epochs, isinstance(loader, fastamp.DataLoader) and loader.stats().path
@@ -132,8 +133,9 @@ def train(shard):
 def resume(state, count):
     """Take batches, from a state on if there is one; return them and the state then."""
     torch.manual_seed(1 if state is None else 2)
-    with accelerator() as own:
-        loader = own.prepare(fastamp.DataLoader(rows(64), 4, shuffle=True, seed=5, shard=True))
+    with over_ranks() as accelerator:
+        loader = fastamp.DataLoader(rows(64), 4, shuffle=True, seed=5, shard=True)
+        loader = accelerator.prepare(loader)
         if state is not None:
             loader.load_state_dict(state)
         batches = iter(loader)  # whose end would end the epoch

@@ -60,20 +60,16 @@ def make_results(*, speedups=(2.0,), added=1.0, gap=0.0, loss=1.0):
         round_ = {arm: Visit(time_s) for arm, time_s in zip(ARMS, times_s, strict=True)}
         builds.append(Build(arms=[*ARMS], rounds=[round_] * 2))
     windows = [0.5 + 0.001 * (i % 2) for i in range(64)]
-    scores = {
-        arm: [Score(loss=1.0, accuracy=sum(windows) / 64, window_accuracies=windows)]
-        for arm in ARMS
-    }
-    shifted = [share + gap for share in windows]
-    last = Score(loss=loss, accuracy=sum(shifted) / 64, window_accuracies=shifted)
+    scores = dict.fromkeys(ARMS, Score(loss=1.0, accuracies=windows))
+    last = Score(loss=loss, accuracies=[share + gap for share in windows])
     shares = {"data": 0.06, "forward": 0.3, "backward": 0.5, "step": 0.12, "other": 0.02}
     return measure.Results(
         arms=list_arms("x", ["fp32", "bf16"], []),
-        race=Race(arms=[*ARMS], builds=builds, is_apart=True),
+        race=Race(arms=[*ARMS], builds=builds),
         parameters=11_200_000,
         batch_sizes=[8] * 40,
         losses={arm: [3.0, 2.0, 1.5] for arm in ARMS},
-        scores=scores | {ARMS[-1]: [last]},
+        scores=scores | {ARMS[-1]: last},
         shares=dict.fromkeys(ARMS, shares),
     )
 

@@ -51,25 +51,25 @@ def train(name: str, dtype: torch.dtype, **implementation: bool | None) -> torch
 def differences(name: str, dtype: str) -> dict[str, Difference]:
     """Return the difference between fastamp and each of torch's implementations."""
     ours = train(name, DTYPES[dtype])
-    found = {}
+    by_kind = {}
     for kind, implementation in TORCHS.items():
         theirs = train(name, DTYPES[dtype], **implementation)
         by = (ours - theirs).abs()
         most = by.max().item() if theirs.isfinite().all() else math.inf
-        found[kind] = Difference((by != 0).double().mean().item(), most)
-    return found
+        by_kind[kind] = Difference((by != 0).double().mean().item(), most)
+    return by_kind
 
 
-def bound(found: Difference) -> str:
+def bound(difference: Difference) -> str:
     """Return the bounds of a difference, rounded up to one digit, as the table has them."""
-    if not math.isfinite(found.most):
+    if not math.isfinite(difference.most):
         return "torch's is inf"
-    if found.share > 0.9:  # its kernel updates 8 of 1,000
+    if difference.share > 0.9:  # its kernel updates 8 of 1,000
         return "torch's is wrong"
-    if found.share == 0:
+    if difference.share == 0:
         return "none"
-    digits = [10.0 ** math.floor(math.log10(value)) for value in found]
-    share, most = (math.ceil(v / d) * d for v, d in zip(found, digits, strict=True))
+    digits = [10.0 ** math.floor(math.log10(value)) for value in difference]
+    share, most = (math.ceil(v / d) * d for v, d in zip(difference, digits, strict=True))
     return f"{100 * share:.2g} %, {most:.0e}"
 
 

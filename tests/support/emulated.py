@@ -47,13 +47,13 @@ class Launches(NamedTuple):
 
 def count_launches(call: Callable[[], object]) -> Launches:
     """Return what a call launches."""
-    found = []
+    counts = []
     for each in (lambda: None, call):
         each()
         numbers = (ctypes.c_uint * 3)()
         ctypes.CDLL(str(library())).fastamp_emulated_launches(numbers)
-        found.append([*numbers])
-    (kernels, blocks, _), after = found
+        counts.append([*numbers])
+    (kernels, blocks, _), after = counts
     return Launches(after[0] - kernels, after[1] - blocks, after[2])
 
 

@@ -114,5 +114,5 @@ def check(code: str, *arguments: str, backend: str = HOST) -> str:
     code = f"import warnings; warnings.simplefilter('error')\n{code}"
     done = run_python(code, *arguments, FASTAMP_BACKEND=backend)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.left
+    assert not done.survivors
     return done.stdout

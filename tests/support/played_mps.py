@@ -33,8 +33,8 @@ class Played(torch.Tensor):
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Convert the dtype alone: for a move torch would look for the device's driver."""
         assert torch.device(kwargs.pop("device", MPS)) == MPS
-        kept = [each for each in args if each != MPS]
-        return super().to(*kept, **kwargs) if kept or "dtype" in kwargs else self
+        others = [each for each in args if each != MPS]
+        return super().to(*others, **kwargs) if others or "dtype" in kwargs else self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:

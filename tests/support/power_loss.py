@@ -45,11 +45,11 @@ def _changed(entries, names):
 
 def read(folder: Path) -> _Folder:
     """Read a folder, all of which is on the disk."""
-    found = _Folder()
+    root = _Folder()
     for path in folder.iterdir():
-        found.entries[path.name] = read(path) if path.is_dir() else _File(path.read_bytes())
-    found.sync()
-    return found
+        root.entries[path.name] = read(path) if path.is_dir() else _File(path.read_bytes())
+    root.sync()
+    return root
 
 
 def lose(
@@ -125,7 +125,7 @@ def _write(folder: _Folder, at: Path, live: dict[_File, bytes], rng: random.Rand
             (at / name).write_bytes(node.synced)
             continue
         seen = live.get(node, node.synced)
-        kept = [node.synced, seen]
+        versions = [node.synced, seen]
         if seen.startswith(node.synced):
-            kept.append(seen[: rng.randint(len(node.synced), len(seen))])
-        (at / name).write_bytes(rng.choice(kept))
+            versions.append(seen[: rng.randint(len(node.synced), len(seen))])
+        (at / name).write_bytes(rng.choice(versions))

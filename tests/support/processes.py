@@ -26,12 +26,12 @@ PATIENCE_S = 5.0  # for processes that are about to end
 
 
 class Finished(NamedTuple):
-    """A process that ended, and the names of those that it left behind."""
+    """A process that ended, and the names of its processes that were still alive."""
 
     returncode: int
     stdout: str
     stderr: str
-    left: list[str]
+    survivors: list[str]
 
 
 def _run(
@@ -57,7 +57,7 @@ def _run(
 def run_python(code: str, *arguments: str, cwd: Path = TESTS, **env: str) -> Finished:
     """Run code in a process and a session of its own; the folder holds no fastamp.
 
-    What it leaves behind is killed.
+    Processes of it that survive are killed.
     """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -68,18 +68,18 @@ def run_python(code: str, *arguments: str, cwd: Path = TESTS, **env: str) -> Fin
             os.kill(process.pid, signal.SIGABRT)  # faulthandler then prints where it hangs
             process.join()
         end_s = time.monotonic() + PATIENCE_S
-        while (left := _session(process.pid)) and time.monotonic() < end_s:
+        while (survivors := _session(process.pid)) and time.monotonic() < end_s:
             time.sleep(0.05)
-        for pid in left:
+        for pid in survivors:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         out, err = ((folder / name).read_text() for name in ("out", "err"))
-        return Finished(process.exitcode, out, err, [*left.values()])
+        return Finished(process.exitcode, out, err, [*survivors.values()])
 
 
 def _session(leader: int) -> dict[int, str]:
     """Return the living processes of a session."""
-    found = {}
+    names = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rest = (folder / "stat").read_text().rpartition(")")
@@ -87,5 +87,5 @@ def _session(leader: int) -> dict[int, str]:
             continue
         state, _, _, session = rest.split()[:4]
         if int(session) == leader and state != "Z":
-            found[int(folder.name)] = name
-    return found
+            names[int(folder.name)] = name
+    return names

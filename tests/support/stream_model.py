@@ -299,8 +299,7 @@ class Model(Devices, TorchFunctionMode):
             patch.setattr(torch.accelerator, "is_available", lambda: True)
             fakes = {
                 "threading": SimpleNamespace(Thread=self.Thread, RLock=self.Lock),
-                "SimpleQueue": self.Queue,
-                "start_apart": lambda thread, _: thread.start(),
+                "ThreadPoolExecutor": self.Pool,
             }
             for module in modules:
                 for name in fakes.keys() & vars(module).keys():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from queue import Empty
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,29 +76,69 @@ class Thread:
         return self.alive
 
 
-class Queue:
-    """In place of queue.SimpleQueue."""
+class Pool:
+    """In place of a ThreadPoolExecutor of one thread."""
+
+    model: Turns
+
+    def __init__(self, *_: Any) -> None:
+        self.jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self.ends = False
+        self.clock: Clock = {}
+        self.thread = self.model.Thread(self._serve)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = self.model.Future()
+        self.jobs.append((future, partial(function, *args)))
+        join(self.clock, self.model.current.clock)
+        if self.thread.alive:
+            self.model.switch()
+        else:
+            self.thread.start()
+        return future
+
+    def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
+        self.ends = True
+        if cancel_futures:
+            self.jobs.clear()
+        if wait and self.thread.alive:
+            self.thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            self.model.switch(lambda: bool(self.jobs) or self.ends)
+            if not self.jobs:
+                return
+            join(self.model.current.clock, self.clock)
+            future, call = self.jobs.pop(0)
+            try:
+                future.value = call()
+            except Exception as error:  # noqa: BLE001 - as the pool's threads
+                future.error = error
+            future.is_done = True
+            join(future.clock, self.model.current.clock)
+            del future, call
+            self.model.switch()
+
+
+class Future:
+    """In place of concurrent.futures.Future."""
 
     model: Turns
 
     def __init__(self) -> None:
         self.clock: Clock = {}
-        self.items: list[Any] = []
+        self.is_done, self.value, self.error = False, None, None
 
-    def put(self, item: Any) -> None:
-        self.items.append(item)
-        join(self.clock, self.model.current.clock)
-        self.model.switch()
-
-    def get(self) -> Any:
-        self.model.switch(lambda: bool(self.items))
-        return self.get_nowait()
-
-    def get_nowait(self) -> Any:
-        if not self.items:
-            raise Empty
+    def exception(self) -> BaseException | None:
+        self.model.switch(lambda: self.is_done)
         join(self.model.current.clock, self.clock)
-        return self.items.pop(0)
+        return self.error
+
+    def result(self) -> Any:
+        if error := self.exception():
+            raise error
+        return self.value
 
 
 class Lock:
@@ -130,7 +170,8 @@ class Turns:
         self.found: list[str] = []
         self.threads: list[Thread] = []
         self.dead = False
-        self.Thread, self.Queue, self.Lock = map(self.own, (Thread, Queue, Lock))
+        self.Thread, self.Lock = map(self.own, (Thread, Lock))
+        self.Pool, self.Future = map(self.own, (Pool, Future))
         self.current = self.Thread(lambda: None)
         self.current.alive = True
 

@@ -95,8 +95,8 @@ OTHERS = {
     "it has optimizer='AdamW', this run 'SGD'": {
         "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     },
-    r"it has scaler='GradScaler', this run None; restore\(only=": {"scaler": None},
-    "it has another=None, this run 'Module'": {"another": torch.nn.Linear(1, 1)},
+    r"it has scaler, this run none; restore\(only=": {"scaler": None},
+    "it has no another; restore": {"another": torch.nn.Linear(1, 1)},
     "it has scheduler='CosineAnnealingLR', this run 'StepLR'": {
         "scheduler": torch.optim.lr_scheduler.StepLR(
             torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1
@@ -130,7 +130,7 @@ def test_another_loader_refuses_its_state_before_anything_changes(finished):
     rows = torch.utils.data.TensorDataset(torch.ones(5))
     loop = Loop(finished, loader=fastamp.DataLoader(rows, 8, shuffle=True))
     before = snapshot(loop)
-    with pytest.raises(ValueError, match="state: its length is 96, the loader's 5"):
+    with pytest.raises(ValueError, match=r"06\.pt: loader: state: its length is 96"):
         loop.checkpointer.restore()
     assert snapshot(loop) == before
 
@@ -178,8 +178,9 @@ def test_weights_are_taken_out_of_any_run(finished):
     assert checkpointer.restore(only=("model",)) == 6
     assert torch.equal(model[0].weight, loop.model[0].weight)
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(ValueError, match=r"only: expected names of \['model', 'rng'\], got \['mod"):
-        checkpointer.restore(only=["modell"])
+    for only in (["modell"], "model"):
+        with pytest.raises(ValueError, match=r"only: expected .*, such as only=\('model',\), got"):
+            checkpointer.restore(only=only)
 
 
 def test_a_part_can_be_added_to_a_run(finished):
@@ -359,9 +360,10 @@ def test_wrong_arguments_are_refused_by_name(options, error, text, tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_stream_that_workers_read_is_refused(tmp_path):
+def test_a_stream_that_workers_read_is_refused_at_the_start(tmp_path):
     loader = fastamp.DataLoader(Stream([torch.zeros(2)]), 1, num_workers=1)
-    checkpointer = fastamp.Checkpointer(tmp_path, model=make_model(), loader=loader)
     with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
-        checkpointer.save(1)
-    assert names(tmp_path) == []
+        fastamp.Checkpointer(tmp_path, model=make_model(), loader=loader)
+    config = fastamp.TrainConfig(epochs=1, checkpoint_dir=tmp_path)
+    with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
+        fastamp.fine_tune(make_model(), loader, config=config)

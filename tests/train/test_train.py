@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.stream_model import Model
-from support.trainable import make_data, make_model, run
+from support.trainable import CrashError, crash, make_data, make_model, run
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,7 +43,7 @@ def test_a_step_makes_few_calls_of_python():
     model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 2))
     config = TrainConfig(epochs=1, batch_size=8, device="cpu", loss_fn=loss_fn, log_every=1000)
     fine_tune(model, make_data(8 * 50), config=config)
-    assert len(names) <= 20 * 100
+    assert len(names) <= 20 * 101
 
 
 def digits():
@@ -262,30 +262,50 @@ def test_numpys_numbers_are_pythons():
 
 
 class Weighted(torch.nn.Module):
-    """A loss with a learned factor of each class."""
+    """A loss with a learned factor of each class; it may end a run."""
 
-    def __init__(self):
+    def __init__(self, crash_at=0):
         super().__init__()
-        self.factor = torch.nn.Parameter(torch.ones(2))
+        self.factor, self.calls, self.crash_at = torch.nn.Parameter(torch.ones(2)), 0, crash_at
 
     def forward(self, output, target):
+        self.calls += 1
+        if self.calls == self.crash_at:
+            crash()
         return functional.cross_entropy(self.factor * output, target)
 
 
-def test_parameters_of_a_loss_that_the_model_does_not_hold_are_refused():
-    loss, model = Weighted(), make_model()
-    for loss_fn in (loss, loss.forward):
-        with pytest.raises(ValueError, match="loss_fn: Weighted has parameters to train: put it"):
-            run(model=model, loss_fn=loss_fn)
-    model[0].loss = loss
-    run(model=model, loss_fn=loss.forward, max_steps=2, precision="32-true")
-    assert (loss.factor != 1).any()
+def test_the_parameters_of_a_loss_are_trained_saved_and_resumed(tmp_path):
+    ends, own = [], {"max_steps": 8, "checkpoint_every": 2, "device": "cpu"}
+    for folder, crash_at in ((None, 0), (tmp_path, 6), (tmp_path, 0)):
+        loss, model = Weighted(crash_at), make_model()
+        call = ModelCall(loss) if folder is None else None
+        fields = {**own, "checkpoint_dir": folder, "model_call": call}
+        fields["loss_fn"] = loss.forward if folder else None
+        config = TrainConfig(**fields)
+        if crash_at:
+            with pytest.raises(CrashError):
+                fine_tune(model, make_data(), config=config)
+        else:
+            result = fine_tune(model, make_data(), config=config)
+            ends.append((loss.factor.tolist(), result.train_loss.values.tolist()))
+    assert ends[0] == ends[1]
+    assert ends[0][0] != [1.0, 1.0]
+
+
+def test_a_loss_of_the_models_own_is_trained_once(tmp_path):
+    model = make_model()
+    model[0].loss = Weighted()
+    config = TrainConfig(max_steps=2, loss_fn=model[0].loss.forward, checkpoint_dir=tmp_path)
+    fine_tune(model, make_data(), config=config)
+    assert (model[0].loss.factor != 1).any()
+    assert "loss_fn" not in torch.load(tmp_path / "step-00000002.pt", weights_only=True)
 
 
 @pytest.mark.parametrize(
     ("data", "fields", "error", "message"),
     [
-        (7, {}, TypeError, "'int' object is not iterable"),
+        (7, {}, TypeError, "train_data: expected a Dataset, tensors, .* got int"),
         ([], {}, ValueError, "num_samples=0"),
         ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"arrays\[1\]: has 3 rows"),
         (DataLoader([]), {"max_steps": 2}, ValueError, "train_data: no sample in this pass"),
@@ -306,7 +326,7 @@ def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message)
 def test_an_optimizer_of_other_parameters_is_refused():
     model = make_model()
     optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
-    with pytest.raises(ValueError, match="optimizer: expected parameters of the model, got"):
+    with pytest.raises(ValueError, match="optimizer: expected a callable that"):
         run(model=model, optimizer=lambda _: optimizer)
     some = torch.optim.SGD(model[2].parameters(), 0.1)
     before = [p.detach().clone() for p in model.parameters()]

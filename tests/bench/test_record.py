@@ -1,19 +1,23 @@
-"""A run that is held to an earlier one: `--baseline`, `--fail-on`."""
+"""The record: how it is written, and how a later run is held to it by `--baseline`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import os
+import stat
 
 import pytest
 
 from fastamp.bench import apart, step
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Interval, Plan
-from fastamp.bench.record import SCHEMA_VERSION, Measurement, hold, read_bound
+from fastamp.bench.record import SCHEMA_VERSION, Measurement, Report, hold, read_bound
 
 COMMAND = ["step", "--rows", "in-a-loop/adamw", "--device", "cpu"]
+NAME = "speedup/in-a-loop/adamw"  # the second measurement
+PREFIX = "python -m fastamp.bench step: error: cannot write"
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +36,45 @@ def saved(tmp_path_factory):
     return json.loads(path.read_text())
 
 
+# What is written
+
+
+def refusal(words, capsys):
+    """Return the one line that a command says with status 2."""
+    assert main([*COMMAND, *words]) == 2
+    shown, said = capsys.readouterr()
+    assert "speed-up" in shown
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_a_full_device_is_one_line_and_status_2(option, capsys):
+    said = refusal([option, "/dev/full"], capsys)
+    assert said == f"{PREFIX} {option} /dev/full: No space left on device\n"
+
+
+def test_a_file_is_replaced_at_the_end_of_links_and_keeps_its_mode(tmp_path, monkeypatch, capsys):
+    path, link = tmp_path / "found", tmp_path / "link"
+    path.write_text("older")
+    path.chmod(0o640)
+    link.symlink_to("found")
+    monkeypatch.setattr(os, "fsync", lambda _: os.open("/dev/full/x", 0))  # fails on the way
+    assert "cannot write --json" in refusal(["--json", str(link)], capsys)
+    assert ({*tmp_path.iterdir()}, path.read_text()) == ({path, link}, "older")
+    monkeypatch.undo()
+    monkeypatch.setattr(step, "run_cases", lambda *_: Report(table=[{"a": "b"}]))
+    assert main([*COMMAND, "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(path.read_text())["command"] == "step"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+# A baseline
+
+
 def metric(value, spread):
     return Interval(value=value, low=value * (1 - spread), high=value * (1 + spread))
-
-
-def hold_to(saved, new, most, name="m"):
-    return hold(Measurement(name=name, interval=new), {"metrics": {name: saved}}, most)
 
 
 @pytest.mark.parametrize(
@@ -52,22 +89,15 @@ def hold_to(saved, new, most, name="m"):
         (1.2, 0.01, "m:+10%", "fail"),
         (0.5, 0.01, "m:+10%", "pass"),
         (math.nan, 0.01, "m:-5%", "inconclusive"),
+        (-2.0, 0.01, "m:-5%", "inconclusive"),  # its change is no percentage
     ],
 )
 def test_a_regression_is_beyond_the_bound_and_no_chance(new, spread, bound_, verdict):
     name, most = read_bound(bound_)
-    assert hold_to(metric(1.0, spread), metric(new, spread), most, name).verdict == verdict
-
-
-def test_a_baseline_without_an_interval_proves_nothing():
-    saved = Interval(value=1.0, low=0.0, high=math.nan)
-    assert hold_to(saved, metric(0.5, 0.01), -0.05).verdict == "inconclusive"
-    assert hold_to(saved, metric(1.0, 0.01), -0.05).verdict == "inconclusive"  # no loss is seen
-
-
-def test_a_change_of_a_metric_below_0_is_no_percentage():
-    saved = Interval(value=-2.3, low=-2.4, high=-2.2)
-    assert hold_to(saved, metric(-2.0, 0.01), -0.05).verdict == "inconclusive"
+    found = Measurement(name=name, interval=metric(new, spread))
+    assert hold(found, {"metrics": {name: metric(1.0, spread)}}, most).verdict == verdict
+    unknown = Interval(value=1.0, low=0.0, high=math.nan)  # proves nothing
+    assert hold(found, {"metrics": {name: unknown}}, most).verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(
@@ -76,6 +106,15 @@ def test_a_change_of_a_metric_below_0_is_no_percentage():
 def test_a_bound_is_a_metric_and_a_signed_change(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a metric and a change"):
         read_bound(text)
+
+
+def changed(record, place, value):
+    """Return a copy of a record with another value at a place."""
+    inside = copied = json.loads(json.dumps(record))
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    return json.dumps(copied)
 
 
 @pytest.mark.parametrize(
@@ -91,15 +130,10 @@ def test_a_baseline_of_something_else_is_refused_before_any_work(
     saved, tmp_path, place, value, message, monkeypatch, capsys
 ):
     monkeypatch.setattr(step, "run_cases", None)
-    record = json.loads(json.dumps(saved))
-    inside = record
-    for key in place[:-1]:
-        inside = inside[key]
-    inside[place[-1]] = value
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(record))
+    path = tmp_path / "other.json"
+    path.write_text(changed(saved, place, value))
     held = ["--fail-on", "of_old:-5%"] * (place == ("schema_version",))
-    assert main([*COMMAND, "--baseline", str(other), *held]) == 3
+    assert main([*COMMAND, "--baseline", str(path), *held]) == 3
     assert f"no verdict: the baseline cannot be compared: {message}" in capsys.readouterr().err
 
 
@@ -111,29 +145,24 @@ def test_a_metric_that_the_baseline_lacks_is_a_bad_argument(saved, tmp_path, cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", [None, 5, "x", [], {}])
-def test_a_baseline_of_wrong_content_is_a_bad_argument(value, saved, tmp_path, capsys):
-    path, name = tmp_path / "wrong.json", "speedup/in-a-loop/adamw"
-    held = [*COMMAND, "--baseline", str(path), "--fail-on", f"{name}:-5%"]
-    place = [each["name"] for each in saved["measurements"]].index(name)
-    for at in (
+@pytest.mark.parametrize("value", [None, "x", [], {}])
+@pytest.mark.parametrize(
+    "place",
+    [
         *(("job",), ("environment",), ("measurements",), ("environment", "threads")),
-        *(("measurements", place, "name"), ("measurements", place, "interval", "low")),
-    ):
-        record = json.loads(json.dumps(saved))
-        inside = record
-        for key in at[:-1]:
-            inside = inside[key]
-        inside[at[-1]] = value
-        path.write_text(json.dumps(record))
-        try:
-            status = main(held)
-        except SystemExit as raised:
-            status = raised.code
-        said = capsys.readouterr().err.splitlines()
-        is_number = at[-1] == "low" and (value is None or type(value) is int)
-        assert status in ({0, 1, 3} if is_number else {2, 3}), (at, said)
-        assert status != 2 or "error: argument --" in said[-1]
+        *(("measurements", 1, "name"), ("measurements", 1, "interval", "low")),
+    ],
+)
+def test_a_baseline_of_wrong_content_is_refused(place, value, saved, tmp_path, capsys):
+    path = tmp_path / "wrong.json"
+    path.write_text(changed(saved, place, value))
+    try:
+        status = main([*COMMAND, "--baseline", str(path), "--fail-on", f"{NAME}:-5%"])
+    except SystemExit as raised:
+        status = raised.code
+    is_end = place[-1] == "low" and value is None  # one that was not finite
+    assert status in ({0, 1, 3} if is_end else {2, 3})
+    assert status != 2 or "error: argument --" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("content", [b"", b"5", b"[" * 100_000, b"\xff", b"{}", b"[1]"])
