@@ -245,8 +245,7 @@ class Checkpointer:
         try:
             self._check(state, only, as_many=as_many)
         except ValueError as error:
-            remedies = "restore(only=('model',)) takes the weights, another folder starts anew"
-            msg = f"{path}: {error}; {remedies}"
+            msg = f"{path}: {error}; another folder starts anew"
             raise CheckpointError(msg) from error
         return state
 

@@ -90,8 +90,10 @@ def check_equal(saved: dict[str, Any], own: dict[str, Any], may_differ: Iterable
         theirs, ours = saved.get(name), own.get(name)
         if name not in may_differ and (type(theirs) is not type(ours) or theirs != ours):
             msg = f"it has {name}={short(theirs)}, this run {short(ours)}"
-            if theirs is None or ours is None:
-                msg = f"it has {name}, this run none" if ours is None else f"it has no {name}"
+            if name not in own:
+                msg = f"it also has {name}: give it too, or restore(only=('model',))"
+            elif name not in saved:
+                msg = f"it has no {name}: restore(only=...) names the parts to restore"
             raise ValueError(msg)
 
 

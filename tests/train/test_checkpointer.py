@@ -95,8 +95,8 @@ OTHERS = {
     "it has optimizer='AdamW', this run 'SGD'": {
         "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     },
-    r"it has scaler, this run none; restore\(only=": {"scaler": None},
-    "it has no another; restore": {"another": torch.nn.Linear(1, 1)},
+    r"it also has scaler: give it too, or restore\(only=\('model',\)\)": {"scaler": None},
+    r"it has no another: restore\(only=\.\.\.\) names": {"another": torch.nn.Linear(1, 1)},
     "it has scheduler='CosineAnnealingLR', this run 'StepLR'": {
         "scheduler": torch.optim.lr_scheduler.StepLR(
             torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1
