@@ -214,7 +214,7 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path):
         ({"optimizer": "sgd"}, "it has optimizer='AdamW', this run 'SGD'"),
         ({"max_steps": 6}, "it has total_steps=9, this run 6"),
         ({"use_amp": False}, "precision='16-mixed', this run '32-true'"),
-        ({"seed": 5}, "it has seed=0, this run 5; .*; another folder starts anew"),
+        ({"seed": 5}, "it has seed=0, this run 5; another folder starts anew"),
     ]:
         with pytest.raises(CheckpointError, match=problem):
             run(tmp_path, **{"max_steps": 9, **fields})
