@@ -1,9 +1,7 @@
 """Batches of any kind of data, with a position to resume at."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +9,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader
-from fastamp.data.datasets import count_rows
-from fastamp.data.loader import find_share_of
 from fastamp.data.order import find_samplers
 from fastamp.data.structure import map_tensors
 from fastamp.train import ranks
@@ -20,89 +16,48 @@ from fastamp.train.config import TrainConfig
 
 
 class Batches:
-    """Batches on a device, each with the number of its samples.
+    """Batches on a device, each with the number of its samples."""
 
-    A loader with `state_dict` and `load_state_dict`, as fastamp's, resumes within a pass. Any other
-    iterable begins its next pass. Without `shuffle`, samples that pad a rank's share do not count.
-    """
-
-    def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> None:
+    def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool = False) -> None:
         self._name, self._device = name, config.chosen_device
-        self.loader: Any = _make_loader(name, data, config, shuffle=shuffle)
+        self.loader: Any = _make_loader(data, config, shuffle=shuffle)
         if not hasattr(self.loader, "__iter__"):
             kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
             msg = f"{name}: expected {kinds}, got {type(data).__name__}"
             raise TypeError(msg)
+        if isinstance(self.loader, DataLoader) and shuffle and config.checkpoint_dir is not None:
+            self.loader.state_dict()  # raises an error if the position cannot be known
         self._is_moved = self.loader is not data  # ours, which moves them to the device
-        share, self._n_own = find_share_of(self.loader), sys.maxsize
-        if share is not None and not shuffle:  # without the padding of its share
-            self._n_own = len(range(share.rank, len(self.loader.dataset), share.ranks))
-        self.has_state = isinstance(self.loader, DataLoader)
-        """Whether the loader can resume within a pass."""
-        if not self.has_state:
-            with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
-                self.has_state = self.loader.state_dict() is not None
-        elif shuffle and config.checkpoint_dir is not None:
-            self.loader.state_dict()  # which refuses a position that cannot be known
-        self.n_consumed = 0
-        """Batches of this pass."""
-        self._batches: Iterator[Any] = iter(())
+        self.has_state = False  # with which the loader resumes within a pass
+        with suppress(AttributeError, TypeError):  # a position that cannot be known
+            self.has_state = self.loader.state_dict() is not None
+        self.is_resumed = False  # a pass, of which no batch may be left
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Start a pass, or continue the one of a loaded state."""
-        n_left = self._n_own
-        # Held, as its end would end the epoch: a run that stops within one may be made longer.
-        self._batches = iter(self.loader)
-        for batch in self._batches:
-            self.n_consumed += 1
-            n = count_samples(batch)
+        n_batches = 0
+        for n_batches, batch in enumerate(self.loader, 1):  # noqa: B007 - read after the loop
             moved = batch if self._is_moved else map_tensors(self._move, batch)
-            if 0 < n_left < n:
-                moved = map_tensors(partial(_first, n_left), moved)
-            n = min(n, n_left)
-            n_left -= n
-            yield moved, n
-        if not self.n_consumed:
+            yield moved, count_samples(batch)
+        if not (n_batches or self.is_resumed):
             msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
-        self.n_consumed, self._batches = 0, iter(())
+        self.is_resumed = False
 
     @property
     def n_batches(self) -> int | None:
         """Batches in a pass; None if the loader has no length."""
-        try:
+        with suppress(TypeError):
             return len(self.loader)
-        except TypeError:
-            return None
+        return None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, or else its samplers, and the dataset which epoch comes next.
-
-        So do Hugging Face's Trainer and Lightning. A resumed pass is told its own epoch again.
-        """
+        """Tell the loader, or else its samplers, and the dataset which epoch begins or resumes."""
         has_own = hasattr(self.loader, "set_epoch")
         informed = [self.loader] if has_own else find_samplers(self.loader)
         for each in (*informed, getattr(self.loader, "dataset", None)):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch delivered."""
-        loader = self.loader.state_dict() if self.has_state else None
-        return {"n_consumed": self.n_consumed, "loader": loader}
-
-    def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise a ValueError unless this kind of data can resume; a loader checks its own state."""
-        if (state["loader"] is None) is self.has_state:
-            msg = f"{self._name}: expected a loader {'with' if state['loader'] else 'without'} a "
-            msg += f"state_dict, as in the checkpoint, got {type(self.loader).__name__}"
-            raise ValueError(msg)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass start at a position."""
-        self.n_consumed = state["n_consumed"]
-        if self.has_state:
-            self.loader.load_state_dict(state["loader"])
 
     def _move(self, tensor: Tensor) -> Tensor:
         # On the CPU a batch may be read at once.
@@ -110,42 +65,29 @@ class Batches:
 
 
 def count_samples(batch: Any) -> int:
-    """Return how many samples a batch has.
+    """Return how many samples a batch has: the length of its first column that is a tensor.
 
-    That is the length of its first column that is a tensor. Without any it is the length of its
-    first list, which holds a value for each sample, as images or sequences of a size of their own.
+    Without any its first list holds a value for each sample, as images of a size of their own.
     """
-    columns = batch if isinstance(batch, (list, tuple)) else [batch]
-    if not isinstance(batch, (list, tuple, Tensor)) and isinstance(batch, Mapping):
-        columns = [*batch.values()]
+    if isinstance(batch, (list, tuple)):
+        columns: Any = batch
+    else:
+        columns = [*batch.values()] if isinstance(batch, Mapping) else [batch]
     for column in columns:
         if isinstance(column, Tensor):
-            return column.shape[0] if column.ndim else 1
+            return len(column) if column.ndim else 1
     lists = [column for column in columns if isinstance(column, (list, tuple))]
     tensors = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, Tensor) and leaf.ndim]
-    return len(lists[0]) if lists else len(tensors[0]) if tensors else 1
+    return len((lists or tensors or [[None]])[0])
 
 
-def _first(n: int, tensor: Tensor) -> Tensor:
-    return tensor[:n] if tensor.ndim else tensor
-
-
-def _make_loader(name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
+def _make_loader(data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
-        count_rows((*data,) if isinstance(data, tuple) else data, name)
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
         return data
-    is_stream = isinstance(data, IterableDataset)
-    if not is_stream and hasattr(data, "__len__") and not len(data):
-        msg = f"{name}: has no samples"
-        raise ValueError(msg)
-    return DataLoader(
-        data,
-        config.batch_size,
-        shuffle=shuffle and not is_stream,
-        num_workers=config.num_workers,
-        shard=ranks.has_group() and not is_stream,
-        device=config.chosen_device,
-        seed=config.seed,
-    )
+    options: dict[str, Any] = {"shuffle": shuffle, "shard": ranks.has_group()}
+    if isinstance(data, IterableDataset):
+        options = {}
+    options |= {"num_workers": config.num_workers, "device": config.chosen_device}
+    return DataLoader(data, config.batch_size, seed=config.seed, **options)

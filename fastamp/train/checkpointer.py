@@ -5,23 +5,21 @@ import os
 import pickle
 import warnings
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from fastamp.data.checks import as_integer
 from fastamp.data.loader import DataLoader, check_state, find_share_of
 from fastamp.train import ranks
-from fastamp.train.fits import check_equal, check_model, check_parts, describe
 from fastamp.train.folder import Folder
 from fastamp.train.random_state import rng_state, set_rng_state
 from fastamp.train.signals import DEFERRED, Signals
 from fastamp.train.state_file import CheckpointError, DamagedError, read_file, write_file
-from fastamp.train.states import load_part, to_saved
+from fastamp.train.states import check_equal, check_model, describe, load_part, to_saved
 
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
@@ -35,38 +33,33 @@ class Checkpointer:
 
     A checkpoint is one file, `step-00000123.pt`, that is there whole or not at all, also after a
     kill or a loss of power. It holds the states of all that is given here, and of the random number
-    generators of Python, NumPy, torch and CUDA.
+    generators of Python, NumPy, torch and CUDA. What is in the folder at first is this run's own.
 
     If torch.distributed is initialized, every rank makes a Checkpointer and calls the same methods.
     The first rank writes the file: of FSDP2's shards whole tensors, gathered one by one into its
-    host's memory. All ranks must be able to read the folder. Any number of ranks, or one process,
-    can restore it; only the same number gets its random numbers back. `loader` is saved for each
-    rank, the other parts, and `metric`, as on the first rank.
-
-    What is in the folder at first is this run's own. A save raises an error where another run has
-    saved in it since. Nothing is written before the first save.
+    host's memory, `loader` of each rank, the other parts and `metric` as on the first. Any number
+    of ranks that can read the folder restores it; as many ranks get their random numbers back.
 
     Args:
-        folder: is made if needed; ~ is the home folder.
-        model: may be compiled or in DistributedDataParallel; the keys are those of the module
-            inside. Its state_dict has all parameters, by their names.
+        folder: is made at the first save; ~ is the home folder.
+        model: may be compiled or in DistributedDataParallel: the module inside is saved. Its
+            state_dict has all parameters, by their names.
         optimizer: of one that Accelerate or Fabric has wrapped, the optimizer inside.
         scaler: a `torch.amp.GradScaler`, such as `fastamp.GradScaler`.
-        loader: one with a state, such as `fastamp.DataLoader`, so that it resumes after the last
-            batch delivered.
+        loader: resumes after the last batch delivered, such as `fastamp.DataLoader`.
         scheduler: of the learning rate.
         keep: how many of the newest checkpoints to keep.
-        best: "min" or "max" keeps, beside them, the one with the lowest or highest `metric` of
-            `save`.
-        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. A
-            `check_state_dict(state)` that it also has is called before anything is restored, and
-            raises a ValueError for a wrong state.
+        best: "min" or "max" also keeps the one with the lowest or highest `metric` of `save`.
+        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. If
+            it has `check_state_dict(state)`, that is called before anything is restored, and raises
+            a ValueError for a wrong state.
 
     Raises:
         OSError: the folder cannot be read.
-        TypeError: `folder` is no path, or a part has no `state_dict` or `load_state_dict`.
-        ValueError: `keep` or `best` is wrong, `folder` is an address such as s3://, the name of a
-            part is taken, or the model's state_dict leaves out a parameter.
+        TypeError: `folder` is no path, a part has no `state_dict` or `load_state_dict`, or the
+            loader's position cannot be known.
+        ValueError: `keep`, `best` or the name of a part is wrong, `folder` is an address such as
+            s3://, or the model's state_dict leaves out a parameter.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -101,13 +94,11 @@ class Checkpointer:
     ) -> None:
         as_integer("keep", keep, least=1, optional=False)
         _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
-        # The scheduler comes before the optimizer, whose state has the rate.
-        parts = {"model": model, **parts, "scheduler": scheduler, "optimizer": optimizer}
-        parts |= {"loader": loader, "scaler": scaler}
-        parts = {name: part for name, part in parts.items() if part is not None}
-        for name, part in parts.items():
-            _check_part(name, part)
-        self._parts = {name: _unwrapped(part) for name, part in parts.items()}
+        # The loader is first: it refuses another one's state, before anything changes. The
+        # scheduler comes before the optimizer, whose state has the rate.
+        parts = {"loader": loader, "model": model, **parts, "scheduler": scheduler}
+        parts |= {"optimizer": optimizer, "scaler": scaler}
+        self._parts = {n: _part(n, each) for n, each in parts.items() if each is not None}
         named, state = self._parts["model"].named_parameters(), self._parts["model"].state_dict()
         left_out = [name for name, _ in named if name not in state]
         _expect("model", left_out, "no parameter left out of its state_dict", fine=not left_out)
@@ -122,11 +113,6 @@ class Checkpointer:
         """The best checkpoint that this run has saved, or has found in what it restored."""
         return None if self._best is None else self._folder.path_of(self._best["step"])
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether a signal that `on_signal` defers has come to this rank: call `save`."""
-        return self._signals is not None and self._signals.received is not None
-
     def save(
         self, step: int, *, every: int | None = None, metric: float | Tensor | None = None
     ) -> None:
@@ -137,7 +123,7 @@ class Checkpointer:
         3. After `on_signal`, if a signal has come: do what it does, such as exit.
 
         Args:
-            step: how many steps are done, at least 0, and no less than before.
+            step: how many steps are done, no less than the newest checkpoint has.
             every: steps between checkpoints; then call `save` at the end of every step.
             metric: what `best` compares: a number, waited for if it is on a device. A save without
                 it is never the best.
@@ -147,13 +133,9 @@ class Checkpointer:
                 TimeoutError: another rank has not called it within a minute.
             CheckpointError: a state holds an object that is neither a tensor nor a plain value. As
                 after an OSError, the other checkpoints are unchanged.
-            ValueError: the folder has a checkpoint of a later step, which was not restored; or
-                `step` or `every` is too small, or no integer.
+            ValueError: `step` or `every` is too small, or no integer.
         """
-        step = as_integer("step", step, least=0, optional=False)
-        least = 0 if self._newest is None else self._newest
-        expected = f"at least {least}, the newest checkpoint's, which restore() resumes"
-        _expect("step", step, expected, fine=step >= least)
+        step = as_integer("step", step, least=self._newest or 0, optional=False)
         every = as_integer("every", every, least=1)
         is_due = every is None or step % every == 0
         received = self._signals.received if self._signals is not None else None
@@ -170,10 +152,9 @@ class Checkpointer:
     def restore(self, *, only: Collection[str] | None = None, best: bool = False) -> int | None:
         """Apply the newest checkpoint that is whole, and return its step; None without any.
 
-        The classes of the parts, the model's names, shapes and dtypes, and the names of the
-        optimizer's parameters are compared before anything is applied. A damaged newer checkpoint
-        is passed over with one warning, and removed after the next save. Reading runs no code of
-        the file, and writes nothing.
+        Before that the classes of the parts, the model's names, shapes and dtypes, and the names of
+        the optimizer's parameters are compared. A damaged newer checkpoint is passed over with one
+        warning, and removed after the next save. Reading runs no code of the file.
 
         Args:
             only: the names of the parts to restore, as ("model",) for the weights of any run; "rng"
@@ -188,75 +169,64 @@ class Checkpointer:
         known = {*self._parts, "rng"}
         expected = f"names of {sorted(known)}, such as only=('model',)"
         _expect("only", only, expected, fine=only is None or known >= {*only})
-        ranks.meet("restore")
-        state, damage = self._read_newest(only)
-        if state is not None and best:
-            if state["best"] is None:
-                needs = "Checkpointer(best=...) and save(metric=...)"
-                msg = f"best: there is none until step {state['step']}: it needs {needs}"
-                raise CheckpointError(msg)
-            state = ranks.together(self._read, state["best"]["step"], only)
+        path_of, newest = self._folder.path_of, self._folder.newest
+        state, damage, step = None, "", ranks.first(newest)
+        while state is None and step is not None:
+            try:
+                state = ranks.together(self._read, step, only)
+            except DamagedError as error:  # noqa: PERF203 - one pass, unless there is damage
+                damage += f"{error}; "
+                step = ranks.first(newest, step)
+        if state is None and damage:
+            msg = f"{damage}there is no whole one; another folder starts anew"
+            raise CheckpointError(msg)
         if state is None:
             return None
+        if best and state["best"] is None:
+            msg = f"best: there is none until step {state['step']}: no save had a metric"
+            raise CheckpointError(msg)
+        if best:
+            state = ranks.together(self._read, state["best"]["step"], only)
         if damage and ranks.rank() == 0:
-            resumed = self._folder.path_of(state["step"])
-            warnings.warn(f"{damage}; resumed from {resumed}", stacklevel=2)
-        self._folder.go_back(state["step"])
+            warnings.warn(f"{damage}resumed from {path_of(state['step'])}", stacklevel=2)
         self._newest, self._best = state["step"], state["best"]
-        # First the loader: it refuses the state of another one, and nothing has changed then.
-        try:
-            for name in sorted(self._chosen(only), key=lambda name: name != "loader"):
-                ranks.together(load_part, self._parts[name], state[name])
-        except ValueError as error:
-            msg = f"{self._folder.path_of(state['step'])}: {name}: {error}"
-            raise ValueError(msg) from error
+        for name, part in _chosen(self._parts, only).items():
+            ranks.together(self._load, state, name, part)
         if len(state["ranks"]) == ranks.count() and (only is None or "rng" in only):
             set_rng_state(state["rng"])
         return int(state["step"])
 
-    def on_signal(self, *numbers: int) -> Self:
+    def on_signal(self, *numbers: int) -> Signals:
         """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
 
         Call `save(step, every=...)` at the end of every step, so that a signal waits for one step
-        at most. A second signal acts at once. `with checkpointer.on_signal():` restores the
-        handlers at the end. In any thread but the main one it does nothing. Over ranks all have to
-        call this; a signal to one is then a signal to all, within 10 steps.
+        at most; a second one acts at once. `with checkpointer.on_signal():` restores the handlers
+        at the end. In any thread but the main one it does nothing. Over ranks all have to call
+        this; a signal to one is then a signal to all, within 10 steps.
 
         Args:
-            numbers: the signals to defer, as SIGTERM and SIGUSR1 of the module `signal`; none are
-                SIGTERM and SIGINT. SLURM's --signal sends SIGUSR1, a closed terminal SIGHUP. After
-                the checkpoint a signal without a handler of the program's ends it by SystemExit.
+            numbers: of the module `signal`, in place of SIGTERM and SIGINT: SLURM's --signal sends
+                SIGUSR1, a closed terminal SIGHUP. After the checkpoint a signal without a handler
+                of the program's ends it by SystemExit.
         """
-        if self._signals is None:
-            self._signals = Signals(numbers or DEFERRED).__enter__()
-        return self
+        self._signals = Signals(numbers or DEFERRED)
+        return self._signals
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signals, self._signals = self._signals, None
-        if signals is not None:
-            signals.__exit__()
-
-    def _save(self, step: int, metric: float | Tensor | None) -> None:
+    def _save(self, step: int, metric: Any) -> None:
         state, own = ranks.together(self._collect, step, metric)
-        keeps = ranks.rank() == 0
-        state = {name: to_saved(value, keeps=keeps) for name, value in state.items()}
+        state = {name: to_saved(value, keeps=ranks.rank() == 0) for name, value in state.items()}
         state["ranks"] = ranks.gather(own)
-        ranks.first(self._write, state)
-        self._best, self._newest = state["best"], step
+        best, write = state["best"], partial(write_file, state=state)
+        ranks.first(self._folder.publish, step, best and best["step"], write)
+        self._best, self._newest = best, step
 
-    def _collect(
-        self, step: int, metric: float | Tensor | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _collect(self, step: int, metric: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state that is the same on all ranks, and what is this rank's own."""
         best = self._best
         if metric is not None and self._mode is not None:
             number = float(metric.item() if isinstance(metric, Tensor) else metric)
-            # NaN is not better.
             before = _SIGNS[self._mode] * math.inf if best is None else best["metric"]
-            if _SIGNS[self._mode] * (before - number) > 0:
+            if _SIGNS[self._mode] * (before - number) > 0:  # NaN is not better
                 best = {"step": step, "metric": number, "mode": self._mode}
         state = {"step": step, "best": best, **describe(self._parts)}
         states = {name: part.state_dict() for name, part in self._parts.items()}
@@ -266,35 +236,8 @@ class Checkpointer:
             pickle.dumps(own)  # an error after this one would let the other ranks wait
         return state | states, own
 
-    def _write(self, state: dict[str, Any]) -> None:
-        folder, step, best = self._folder, state["step"], state["best"]
-        with folder.named(f"{folder.path_of(step).name} cannot be written"):
-            part = folder.begin()
-            try:
-                write_file(part, state)
-                folder.publish(part, step, best and best["step"])
-            finally:
-                part.unlink(missing_ok=True)
-
-    def _read_newest(self, only: Collection[str] | None) -> tuple[dict[str, Any] | None, str]:
-        """Return the state of the newest whole checkpoint, and the damage of newer ones."""
-        problems: list[str] = []
-        state: dict[str, Any] | None = None
-        step = ranks.first(self._folder.newest)
-        while step is not None and state is None:
-            try:
-                state = ranks.together(self._read, step, only)
-            except DamagedError as error:  # noqa: PERF203 - one pass, unless there is damage
-                problems.append(str(error))
-                step = ranks.first(self._folder.newest, step)
-        damage = "; ".join(problems)
-        if damage and state is None:
-            msg = f"{damage}; there is no whole one; another folder starts anew"
-            raise CheckpointError(msg)
-        return state, damage
-
     def _read(self, step: int, only: Collection[str] | None) -> dict[str, Any]:
-        """Return a step's state; the first rank compares the checksums."""
+        """Return a step's state, checked; the first rank compares the checksums."""
         path = self._folder.path_of(step)
         state = read_file(path, compares_sums=ranks.rank() == 0)
         as_many = len(state["ranks"]) == ranks.count()
@@ -306,10 +249,17 @@ class Checkpointer:
             raise CheckpointError(msg) from error
         return state
 
+    def _load(self, state: dict[str, Any], name: str, part: Any) -> None:
+        try:
+            load_part(part, state[name])
+        except ValueError as error:
+            msg = f"{self._folder.path_of(state['step'])}: {name}: {error}"
+            raise ValueError(msg) from error
+
     def _check(self, state: dict[str, Any], only: Collection[str] | None, *, as_many: bool) -> None:
         """Raise a ValueError that says why a checkpoint cannot be resumed; nothing changes."""
-        chosen, own = self._chosen(only), describe(self._parts)
-        check_parts(state["kinds"], own["kinds"], chosen, takes_all=only is None)
+        chosen, own = _chosen(self._parts, only), describe(self._parts)
+        check_equal(*(_chosen(each["kinds"], only) for each in (state, own)))
         for name, part in chosen.items():
             if isinstance(part, nn.Module):
                 check_model(state[name], part.state_dict(), name)
@@ -317,44 +267,34 @@ class Checkpointer:
                 check_equal(state["names"][name], own["names"][name])
             elif hasattr(part, "check_state_dict"):
                 part.check_state_dict(state[name])
-        best = state["best"]
-        if best and self._mode is not None:
-            check_equal({"best": best["mode"]}, {"best": self._mode})
+        if state["best"] and self._mode is not None:
+            check_equal({"best": state["best"]["mode"]}, {"best": self._mode})
         loader = chosen.get("loader")
-        is_shared = find_share_of(getattr(loader, "loader", loader)) is not None
-        if not (as_many or is_shared or loader is None):
-            wanted = "another number of them needs a fastamp.DataLoader with shard=True"
-            msg = f"{len(state['ranks'])} ranks wrote it, {wanted}"
+        if not (as_many or loader is None or find_share_of(loader)):
+            n_ranks = len(state["ranks"])
+            msg = f"{n_ranks} ranks wrote it, other numbers need a fastamp.DataLoader(shard=True)"
             raise ValueError(msg)
 
-    def _chosen(self, only: Collection[str] | None) -> dict[str, Any]:
-        """Return the parts to restore."""
-        return {n: part for n, part in self._parts.items() if only is None or n in only}
+
+def _chosen(parts: dict[str, Any], only: Collection[str] | None) -> dict[str, Any]:
+    """Return the parts to restore, or what is given for them."""
+    return {name: part for name, part in parts.items() if only is None or name in only}
 
 
-def _check_part(name: str, part: Any) -> None:
+def _part(name: str, part: Any) -> Any:
+    """Return a part without what DDP, torch.compile, Accelerate or Fabric has put around it."""
     _expect(name, name, "another name: checkpoints use this one", fine=name not in _OWN_NAMES)
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-        wanted = "expected an object with state_dict and load_state_dict"
-        remedy = ", as fastamp.DataLoader" if name == "loader" else ""
-        msg = f"{name}: {wanted}{remedy}, got {type(part).__name__}"
+        msg = f"{name}: expected state_dict and load_state_dict, got {type(part).__name__}"
         raise TypeError(msg)
     if isinstance(part, DataLoader):
         check_state(part)
+    is_optimizer = isinstance(part, Optimizer)
+    inside = getattr(part, "optimizer", None) if is_optimizer else ranks.unwrapped(part)
+    return inside if isinstance(inside, (nn.Module, Optimizer)) else part
 
 
 def _expect(name: str, value: Any, expected: str, *, fine: bool) -> None:
     if not fine:
         msg = f"{name}: expected {expected}, got {value!r}"
         raise ValueError(msg)
-
-
-def _unwrapped(part: Any) -> Any:
-    """Return the module that is compiled or in DDP, the optimizer that a framework has wrapped."""
-    inside = None
-    if isinstance(part, nn.Module):
-        is_ddp = isinstance(part, DistributedDataParallel)
-        inside = part.module if is_ddp else getattr(part, "_orig_mod", None)
-    elif isinstance(part, Optimizer):
-        inside = getattr(part, "optimizer", None)
-    return _unwrapped(inside) if isinstance(inside, (nn.Module, Optimizer)) else part

@@ -5,8 +5,8 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fastamp._files import sync
@@ -15,10 +15,9 @@ _NAME = re.compile(r"step-([0-9]{8,})\.pt")
 
 
 class Folder:
-    """The checkpoints of one run in one folder, `step-00000123.pt` and the like.
+    """The checkpoints of one run, of which `keep` of the newest stay.
 
-    All that is in the folder when the run begins is the run's own. Nothing is written before
-    `begin`. `keep` is how many of the newest checkpoints to keep.
+    All that is in the folder when the run begins is its own. Nothing is written before `publish`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int) -> None:
@@ -27,10 +26,9 @@ class Folder:
             raise ValueError(msg)
         self.path = Path(path).expanduser().absolute()
         self._keep = keep
-        with self.named("cannot be read"):
-            self._steps = self._list()  # those that may be restored, oldest first
+        with self._named("cannot be read"):
+            self._own = self._list()  # the steps that this run may restore and remove
             self._leftovers = [*self.path.glob(".step-*.part")]  # of runs that were killed
-        self._own = {*self._steps}  # those that this run may remove
 
     def path_of(self, step: int) -> Path:
         """Return the path of a step's checkpoint."""
@@ -38,41 +36,36 @@ class Folder:
 
     def newest(self, before: float = math.inf) -> int | None:
         """Return the step of the newest checkpoint before a step, None without any."""
-        return max((step for step in self._steps if step < before), default=None)
+        return max((step for step in self._own if step < before), default=None)
 
-    def go_back(self, step: int) -> None:
-        """Note that a step's checkpoint is restored; `publish` removes the later ones."""
-        self._steps = [each for each in self._steps if each <= step]
-
-    def begin(self) -> Path:
-        """Return a new name to write a checkpoint under; make the folder if it is missing."""
-        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        self.path.mkdir(parents=True, exist_ok=True)
-        for path in made:
-            sync(path.parent)
-        self._refuse_others()
-        while self._leftovers:
-            self._leftovers.pop().unlink(missing_ok=True)
-        return self.path / f".step-{secrets.token_hex(4)}.part"
-
-    def publish(self, part: Path, step: int, best: int | None) -> None:
-        """Rename what is written and synced to a step's checkpoint, and remove old checkpoints.
-
-        The checkpoint of the step `best` is kept beside the newest ones.
-        """
-        self._refuse_others()
-        part.replace(self.path_of(step))
-        self._own.add(step)
-        sync(self.path)
-        steps = sorted({*self._steps, step})
-        kept = {*steps[-self._keep :], *(each for each in steps if each == best)}
-        self._steps = sorted(kept)
-        for old in self._own - kept:
-            self.path_of(old).unlink(missing_ok=True)
-        self._own = kept
+    def publish(self, step: int, best: int | None, write: Callable[[Path], None]) -> None:
+        """Let a step's checkpoint be written, and rename it; the newest and the best one stay."""
+        with self._named(f"{self.path_of(step).name} cannot be written"):
+            made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+            self.path.mkdir(parents=True, exist_ok=True)
+            for path in made:
+                sync(path.parent)
+            while self._leftovers:
+                self._leftovers.pop().unlink(missing_ok=True)
+            part = self.path / f".step-{secrets.token_hex(4)}.part"
+            try:
+                write(part)
+                if others := self._list() - self._own:
+                    msg = f"another run has saved {self.path_of(max(others)).name} in this folder"
+                    raise FileExistsError(errno.EEXIST, msg)
+                part.replace(self.path_of(step))
+            finally:
+                part.unlink(missing_ok=True)
+            self._own.add(step)
+            sync(self.path)
+            kept = {*sorted(each for each in self._own if each <= step)[-self._keep :]}
+            kept |= {each for each in self._own if each == best}
+            for old in self._own - kept:
+                self.path_of(old).unlink(missing_ok=True)
+            self._own = kept
 
     @contextmanager
-    def named(self, problem: str) -> Iterator[None]:
+    def _named(self, problem: str) -> Iterator[None]:
         """Let an OSError name the folder and the problem."""
         try:
             yield
@@ -80,15 +73,9 @@ class Folder:
             msg = f"{self.path}: {problem}: {error.strerror or error}"
             raise OSError(error.errno, msg) from error
 
-    def _refuse_others(self) -> None:
-        others = [step for step in self._list() if step not in self._own]
-        if others:
-            name = self.path_of(others[-1]).name
-            msg = f"another run has saved {name} in this folder since this run began"
-            raise FileExistsError(errno.EEXIST, msg)
-
-    def _list(self) -> list[int]:
-        names = []
-        with suppress(FileNotFoundError):
+    def _list(self) -> set[int]:
+        try:
             names = [path.name for path in self.path.iterdir()]
-        return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
+        except FileNotFoundError:
+            return set()
+        return {int(found[1]) for found in map(_NAME.fullmatch, names) if found}

@@ -4,26 +4,20 @@ import errno
 import logging
 import math
 import os
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from fastamp._progress import progress
-from fastamp.data import DataLoader
 from fastamp.metrics import MetricsTracker
-from fastamp.metrics.sinks import Logged
 from fastamp.step import GradScaler
-from fastamp.step.shards import is_spread
-from fastamp.timer import Timer
 from fastamp.train import ranks
 from fastamp.train.batches import Batches
 from fastamp.train.checkpointer import Checkpointer
@@ -32,10 +26,10 @@ from fastamp.train.folder import Folder
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import Schedule, find_loss, make_optimizer
 from fastamp.train.progress import Progress
-from fastamp.train.result import CURVES, Curve, TrainResult
+from fastamp.train.result import Curve, TrainResult
 
-NO_STATE = "train_data has no state_dict: checkpoints are written at the end of an epoch"
 _LOG = logging.getLogger(__name__)
+_SYNC = nullcontext()
 
 
 class Loop:
@@ -47,110 +41,99 @@ class Loop:
         self.config, self.model, self.n_ranks = config, model, ranks.count()
         self.device, self.precision = config.chosen_device, config.effective_precision
         self.data = Batches("train_data", train_data, config, shuffle=True)
-        self.held_out = None
-        if val_data is not None:
-            self.held_out = Batches("val_data", val_data, config, shuffle=False)
+        self.held_out = None if val_data is None else Batches("val_data", val_data, config)
+        self.evaluates = self.held_out is not None or config.evaluate is not None
+        self.model_call = config.model_call or ModelCall(config.loss_fn)
         self._check()
-        n_batches, n_steps = self.data.n_batches, config.max_steps
-        if n_steps is None and n_batches is not None:
-            n_steps = config.epochs * math.ceil(n_batches / config.accumulate)
-        self.length = f"{config.epochs} epochs" if n_steps is None else str(n_steps)
-        self.total = None if config.schedule == "constant" else n_steps  # of the schedule
-        if config.schedule != "constant" and n_steps is None:
-            problem = "needs max_steps for data without a length; 'constant' does not"
-            msg = f"schedule: {config.schedule!r} {problem}"
+        n_batches, self.n_steps = self.data.n_batches, config.max_steps
+        if self.n_steps is None and n_batches is not None:
+            self.n_steps = config.epochs * math.ceil(n_batches / config.accumulate)
+        if self.n_steps is None and config.schedule != "constant":
+            msg = f"schedule: {config.schedule!r} needs max_steps for data without a length"
             raise ValueError(msg)
         if self.n_ranks == 1:
             model.to(self.device)
         # In evaluation DDP's own call would exchange buffers.
-        self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
-        self.model_call = config.model_call or ModelCall(config.loss_fn)
+        self.evaluated: Any = model.module if ranks.is_ddp(model) else model
         loss_fn = getattr(self.model_call, "loss_fn", None)
-        self.loss = find_loss(loss_fn, model, self.device, has_ranks=self.n_ranks > 1)
-        options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        self.optimizer = make_optimizer(model, config.optimizer, loss=self.loss, **options)
+        self.loss = find_loss(loss_fn, model, self.device)
+        trained = nn.ModuleList([model] if self.loss is None else [model, self.loss])
+        options = {"lr": config.lr, "weight_decay": config.weight_decay}
+        self.optimizer = make_optimizer(trained, config.optimizer, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
-        self.schedule = Schedule(self.optimizer, partial(config.lr_factor, total=self.total))
-        self.timer = Timer(self.device if self.device.type == "cuda" else "cpu")
+        self.schedule = Schedule(self.optimizer, partial(config.lr_factor, total=self.n_steps))
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
-        self.progress = Progress(config, self.total)
+        self.progress = Progress(config, self.n_steps, self.schedule)
         self.saved_at: tuple[int, ...] = ()
         self.compared: float | None = None  # the metric of this step, if it is the best so far
         self.best_weights: Any = None  # on the host, where no checkpoint has them
         self.resumed = ""
         self.checkpointer = None if config.checkpoint_dir is None else self._resume()
         self.tracker.watch(self.scaler, first_step=self.progress.step + 1)
-        self.n_samples, dtype = 0, AUTOCAST[self.precision]
+        dtype = AUTOCAST[self.precision]
         # Around mixed steps autocast would not clear its cache: each call has its own.
         around: Any = torch.autocast(self.device.type, dtype) if dtype else lambda call: call
         self.split, self.loss_of = around(self.model_call.split_for), around(self._loss_of)
         # DDP exchanges gradients in the last backward pass of a step only.
-        self.no_sync: Any = model.no_sync if ranks.is_ddp(model) else nullcontext
+        self.no_sync: Any = getattr(model, "no_sync", nullcontext)
 
     def _check(self) -> None:
         """Raise an error if the data or the model's call cannot do what the options ask for."""
         config = self.config
-        if config.compares and self.held_out is None and config.metric == "loss":
-            name = "keep_best" if config.keep_best else "patience"
-            msg = f"{name}: expected val_data, whose loss says which is best, got None"
+        compares = config.keep_best or config.patience is not None
+        if compares and self.held_out is None and config.metric == "loss":
+            msg = "keep_best, patience: expected val_data, whose loss says which is best, got None"
             raise ValueError(msg)
-        is_sharded = any(map(is_spread, self.model.parameters()))
-        if config.keep_best and config.checkpoint_dir is None and is_sharded:
-            msg = "checkpoint_dir: expected a folder, which keep_best needs for shards, got None"
+        every = config.checkpoint_every or (config.keep_best and config.eval_every)
+        if every and config.checkpoint_dir is not None and not self.data.has_state:
+            problem = "train_data has no state_dict: checkpoints are written at the end of an epoch"
+            msg = f"checkpoint_every, eval_every: expected None, as {problem}; got {every}"
             raise ValueError(msg)
-        asked = {"checkpoint_every": config.checkpoint_every}
-        asked |= {"eval_every": config.eval_every} if config.keep_best else {}
-        for name, every in asked.items():
-            if every and config.checkpoint_dir is not None and not self.data.has_state:
-                msg = f"{name}: expected None, as {NO_STATE}; got {every}"
-                raise ValueError(msg)
-        call = type(config.model_call)
-        if config.model_call is not None and call.__call__ is not ModelCall.__call__:
-            msg = f"model_call: {call.__name__} overrides __call__, which fine_tune does not call: "
-            raise TypeError(msg + "override split, forward, loss or count")
+        if type(self.model_call).__call__ is not ModelCall.__call__:
+            msg = "model_call: fine_tune calls split, forward, loss and count, not its __call__"
+            raise TypeError(msg)
 
     def train(self) -> TrainResult:
         """Train to the end."""
-        said = self.resumed or f"fine_tune: begins at step 0 of {self.length}"
-        shows = self.config.progress and ranks.rank() == 0
-        if shows:
-            said += f", on {self.device} in {self.precision}"
-        if shows or (self.resumed and ranks.rank() == 0):
-            _LOG.warning("%s", said)
-        start_s = time.perf_counter()
+        config, is_first = self.config, ranks.rank() == 0
+        if is_first and (config.progress or self.resumed):
+            said = self.resumed or f"fine_tune: begins at {self._at(0)}"
+            _LOG.warning("%s, on %s in %s", said, self.device, self.precision)
         signals: Any = nullcontext()
         if self.checkpointer is not None and self.data.has_state:  # else the last one stands
             signals = self.checkpointer.on_signal()
-        bar = progress(self.total or self.config.max_steps, self.progress.step, shows=shows)
+        bar = progress(self.n_steps, self.progress.step, shows=config.progress and is_first)
         with closing(self.tracker), signals, bar as advance:
             self._run_epochs(advance)
-            self._pause(ends=True)
-            result = self._make_result(time.perf_counter() - start_s)
+            result = self._make_result()
             if self.best_weights is not None:
                 self.evaluated.load_state_dict(self.best_weights)
-            elif self.config.keep_best and self.checkpointer and self.checkpointer.best_path:
+            elif config.keep_best and self.checkpointer and self.checkpointer.best_path:
                 self.checkpointer.restore(only=("model",), best=True)
-        losses = ((name, getattr(result, name).values) for name in ("train_loss", "val_loss"))
-        ends = "".join(f", {name} {values[-1]:.4f}" for name, values in losses if len(values))
-        if shows:
-            ends += ", ended by patience" * self.progress.lost_patience
-            _LOG.warning("fine_tune: %d steps done%s", result.steps, ends)
+        if config.progress and is_first:
+            _LOG.warning("fine_tune: %s", "; ".join(str(result).splitlines()))
         return result
+
+    def _at(self, step: int) -> str:
+        return f"step {step} of {self.n_steps or f'{self.config.epochs} epochs'}"
 
     def _run_epochs(self, advance: Any) -> None:
         self.optimizer.zero_grad()  # drop the gradients from before
+        accumulate = self.config.accumulate
         while not self.progress.has_trained:
             self.data.set_epoch(self.progress.epoch)
             self._compare_lengths()
             batches, epoch_ends = iter(self.data), False
             while not (epoch_ends or self.progress.has_trained):
-                fetched = self._fetch(batches)
-                epoch_ends = len(fetched) < self.config.accumulate
+                fetched = [*islice(batches, accumulate)]  # less are the last ones
+                epoch_ends = len(fetched) < accumulate
                 self.progress.epoch += epoch_ends
+                self.progress.is_within = not epoch_ends
                 if has_step := len(fetched) > 0:
                     self._train_step(fetched)
                     advance()
                 self._pause(has_step=has_step, epoch_ends=epoch_ends)
+        self._pause(ends=True)  # while `batches` are held: their end would end the epoch
 
     def _compare_lengths(self) -> None:
         """Raise a ValueError on all ranks if they have unlike numbers of batches."""
@@ -172,26 +155,15 @@ class Loop:
         if is_due(config.eval_every) and self.progress.evaluated_at != step:
             self._evaluate()
         if self.checkpointer is not None:
-            if self.checkpointer.has_signal and config.progress:
-                _LOG.warning("fine_tune: ends at step %d for a signal; run again, it resumes", step)
             saves = config.keep_best and self.compared is not None
             saves = saves or is_due(config.checkpoint_every)
             if saves and self.saved_at != self.progress.place:
-                with self.timer("checkpoint"):
-                    self.checkpointer.save(step, metric=self.compared)
+                self.checkpointer.save(step, metric=self.compared)
                 self.saved_at = self.progress.place
-            elif self.data.has_state and (self.checkpointer.has_signal or self.n_ranks > 1):
+            elif self.data.has_state:
                 self.checkpointer.save(step, every=step + 1)  # only if a signal has come
         if config.tracker is not None and step % config.log_every == 0:
             self.tracker.flush()
-
-    def _fetch(self, batches: Iterator[tuple[Any, int]]) -> list[tuple[Any, int]]:
-        """Return the batches of a step, at most `accumulate`; less are the last ones."""
-        with self.timer("data"):
-            fetched = [*islice(batches, self.config.accumulate)]
-        for _, n in fetched:
-            self.n_samples += n
-        return fetched
 
     def _train_step(self, batches: list[tuple[Any, int]]) -> None:
         """Take a step of the optimizer, by the mean loss over this rank's targets of the step."""
@@ -206,11 +178,9 @@ class Loop:
         batches.clear()  # `parts` are freed one by one
         while parts:
             inputs, target, n = parts.pop(0)
-            with self.no_sync() if parts else nullcontext():
-                with self.timer("forward"):
-                    loss = share(self.loss_of(inputs, target), n, total)
-                with self.timer("backward"):
-                    torch.autograd.backward(self.scaler.scale(loss))
+            with self.no_sync() if parts else _SYNC:
+                loss = share(self.loss_of(inputs, target), n, total)
+                torch.autograd.backward(self.scaler.scale(loss))
             shares.append(loss.detach())
         mean: Any = sum(shares[1:], shares[0])
         if not (isinstance(total, int) and total):
@@ -221,10 +191,9 @@ class Loop:
         step = self.progress.step
         self.tracker.log_scalar("train/loss", mean.item() if mean.is_cpu else mean, step)
         self.tracker.log_scalar("train/lr", self.schedule.lr, step)
-        with self.timer("step"):
-            self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
-            self.schedule.advance(self.scaler.last_step.found_inf)
-            self.scaler.update()
+        self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
+        self.schedule.advance(self.scaler.last_step.found_inf)
+        self.scaler.update()
 
     def _loss_of(self, inputs: Any, target: Any, model: Any = None) -> Tensor:
         """Return the mean loss of a batch."""
@@ -234,72 +203,62 @@ class Loop:
     def _evaluate(self) -> None:
         """Evaluate, log the numbers, and find out whether the run ends."""
         config, numbers, step = self.config, {}, self.progress.step
-        if self.held_out is None and config.evaluate is None:
+        if not self.evaluates:
             return
-        with self.timer("evaluate"), modes_kept(self.model):
+        with modes_kept(self.model):
             self.model.eval()
             if self.held_out is not None:
                 numbers["loss"] = self._mean_loss(self.held_out)
             if config.evaluate is not None:
-                named: Any = config.evaluate(self.evaluated)
-                if not isinstance(named, Mapping):
-                    msg = f"evaluate: expected numbers by name, as a dict has them, got {named!r}"
-                    raise TypeError(msg)
-                numbers |= ranks.gather({k: float(v) for k, v in named.items()})[0]
+                named = config.evaluate(self.evaluated).items()
+                numbers |= ranks.gather({name: float(number) for name, number in named})[0]
         for name, value in numbers.items():
             self.tracker.log_scalar(f"val/{name}", value, step)
         self.progress.evaluated_at = step
-        if config.compares:
+        if config.keep_best or config.patience:
             if config.metric not in numbers:
                 msg = f"metric: expected one of {', '.join(numbers)}, got {config.metric!r}"
                 raise ValueError(msg)
             compared = numbers[config.metric]
             self.compared = compared if self.progress.compare(compared) else None
             if self.compared is not None and config.keep_best and self.checkpointer is None:
-                weights = self.evaluated.state_dict()
-                self.best_weights = {
-                    name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-                    for name, value in weights.items()
-                }
+                on_host = partial(Tensor.to, device="cpu", copy=True)
+                self.best_weights = tree_map_only(Tensor, on_host, self.evaluated.state_dict())
         if config.on_evaluation is not None:
             stops = config.on_evaluation(step, numbers) is True
             self.progress.is_stopped |= ranks.gather(stops)[0]
 
     def _mean_loss(self, data: Batches) -> float:
         """Return the mean loss over all targets that count, of all ranks; NaN without any."""
-        loader, found = data.loader, []
-        if isinstance(loader, DataLoader) and loader is not self.data.loader:
-            loader.set_epoch(0)  # the same order each time, wherever the run was resumed
+        found = []
         for batch, n_samples in data:
-            inputs, target = self.split(self.model, batch)
-            # Without samples all are padding of this rank's share.
-            n = self.model_call.count(target, n_samples) if n_samples else 0
+            inputs, target = self.split(self.evaluated, batch)
+            n = self.model_call.count(target, n_samples)
             found.append((self.loss_of(inputs, target, self.evaluated), n))
         counted = [(float(loss), float(n)) for loss, n in found if n]  # waits once, at the end
         sums = ranks.gather((sum(loss * n for loss, n in counted), sum(n for _, n in counted)))
         total = sum(n for _, n in sums)
         return sum(loss for loss, _ in sums) / total if total else math.nan
 
-    def _make_result(self, elapsed_s: float) -> TrainResult:
-        regions, known = self.timer.summary(), self.tracker.summary()
-        empty = (np.empty(0, np.int64), np.empty(0))
-        curves = {
-            field: Curve(*(self.tracker.history(name) if name in known else empty))
-            for field, name in CURVES.items()
-        }
-        host_s = {name: stats.host for name, stats in regions.items()}
-        training_s = elapsed_s - host_s.get("evaluate", 0) - host_s.get("checkpoint", 0)
-        evaluated = {name[4:] for name in known if name.startswith("val/")} - {"loss"}
+    def _make_result(self) -> TrainResult:
+        known = self.tracker.summary()
+
+        def curve(name: str) -> Curve:
+            return Curve(*self.tracker.history(name)) if name in known else Curve()
+
         skipped = known.get("train/skipped_steps")
+        evaluated = {name for name in known if name.startswith("val/")} - {"val/loss"}
         return TrainResult(
-            **curves,
-            metrics={name: Curve(*self.tracker.history(f"val/{name}")) for name in evaluated},
+            train_loss=curve("train/loss"),
+            val_loss=curve("val/loss"),
+            metrics={name[4:]: curve(name) for name in evaluated},
+            grad_norm=curve("train/grad_norm"),
+            loss_scale=curve("train/loss_scale"),
+            lr=curve("train/lr"),
             steps=self.progress.step,
-            best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             skipped_steps=int(skipped.last) if skipped else 0,
+            best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             precision=self.precision,
-            samples_per_s=sum(ranks.gather(self.n_samples)) / training_s,
-            phase_s={name: stats.total for name, stats in regions.items()},
         )
 
     def _resume(self) -> Checkpointer:
@@ -310,43 +269,30 @@ class Loop:
         if not os.access(made, os.W_OK):
             raise PermissionError(errno.EACCES, "checkpoint_dir cannot be written to", str(made))
         if not config.resume and (newest := folder.newest()) is not None:
-            has = f"{folder.path} has the checkpoint of step {newest}"
-            msg = f"resume: expected True, as {has}; another folder starts anew"
+            msg = f"resume: expected True, as {folder.path} has the checkpoint of step {newest}"
             raise ValueError(msg)
-        checkpointer = Checkpointer(
-            folder.path,
-            model=self.model,
-            optimizer=self.optimizer,
-            scaler=self.scaler,
-            loader=self.data,
-            scheduler=self.schedule,
-            keep=config.keep,
-            best=config.mode if config.keep_best else None,
-            progress=place,
-            tracker=self.tracker,
-            loss_fn=self.loss,
-        )
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        parts |= {"scaler": self.scaler, "progress": place, "tracker": self.tracker}
+        parts |= {"loader": self.data.loader} if self.data.has_state else {}
+        parts["loss_fn"] = self.loss
+        best = config.mode if config.keep_best else None
+        checkpointer = Checkpointer(folder.path, keep=config.keep, best=best, **parts)
         step = checkpointer.restore()
         if step is None:
             return checkpointer
         self.saved_at = place.place
-        if self.data.n_consumed and not self.data.has_state:  # the run ended within an epoch
-            place.epoch, self.data.n_consumed = place.epoch + 1, 0
-        at = f"step {step} of {self.length}"
-        evaluates = self.held_out is not None or config.evaluate is not None
-        if place.has_trained and not (evaluates and place.evaluated_at != step):
-            more = "a larger patience" if place.lost_patience else "more max_steps or epochs"
-            msg = f"{folder.path}: nothing is left to train at {at}: {more} would continue it, "
-            msg += "another folder starts anew"
+        self.data.is_resumed = place.is_within and self.data.has_state
+        place.epoch += place.is_within and not self.data.has_state  # the run ended within an epoch
+        if place.has_trained and not (self.evaluates and place.evaluated_at != step):
+            remedies = "more max_steps, epochs or patience continue it, another folder starts anew"
+            msg = f"{folder.path}: nothing is left to train at {self._at(step)}: {remedies}"
             raise ValueError(msg)
-        self.resumed = f"{folder.path}: resumed at {at}"
-        if self.total != place.former_total:
-            self.schedule.set_lr()
-            rate = f"its next learning rate is {self.schedule.lr:g}"
-            self.resumed += f", a longer run than {place.former_total}: {rate}"
+        self.schedule.set_lr()  # of this run's length
+        self.resumed = f"{folder.path}: resumed at {self._at(step)}"
+        self.resumed += f", its next learning rate is {self.schedule.lr:g}"
         return checkpointer
 
-    def _hand_on(self, scalars: list[Logged]) -> None:
+    def _hand_on(self, scalars: list[Any]) -> None:
         """Pass our tracker's scalars on to the user's."""
         tracker: Any = self.config.tracker
         for scalar in scalars:
@@ -356,10 +302,7 @@ class Loop:
 
 
 def share(loss: Tensor, n: Any, n_targets: Any) -> Tensor:
-    """Return a batch's share of the mean loss over all targets, of which it has `n`.
-
-    The loss of a batch without targets may be NaN: it becomes 0, and so do its gradients.
-    """
+    """Return a batch's share of the mean loss over all targets, of which it has `n`; 0 if none."""
     if isinstance(n, Tensor) or isinstance(n_targets, Tensor):
         n = torch.as_tensor(n, dtype=torch.float64, device=loss.device)
         weight = torch.where(n > 0, n / n_targets, 0.0).to(loss.dtype)

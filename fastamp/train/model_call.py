@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
+
+from fastamp.train.ranks import unwrapped
 
 IGNORED = -100  # the target to ignore, as in torch and Hugging Face
 
@@ -17,24 +18,18 @@ class ModelCall:
     """How to call a model and compute its loss.
 
     `model_call(model, batch)` calls `split`, `forward` and `loss` in turn, and returns the loss;
-    subclasses override one of these. `fine_tune` calls the same three, and `count` for the weight
-    of the batch.
+    subclasses override one of these. `fine_tune` calls them, and `count` for a batch's weight.
 
     Args:
         loss_fn: `loss_fn(output, target)` returns a 0-dim tensor; `output` is the tensor of
             predictions in float32. None chooses the loss by the target, see `loss`.
 
     Example:
-        >>> class Weighted(fastamp.ModelCall):
+        >>> class Last(fastamp.ModelCall):
         ...     def split(self, batch):
-        ...         x, y, weight = batch
-        ...         return x, (y, weight)
-        ...
-        ...     def loss(self, output, target):
-        ...         y, weight = target
-        ...         return (weight * (output.squeeze(1) - y).square()).mean()
-        >>> batch = torch.ones(4, 3), torch.zeros(4), torch.ones(4)
-        >>> Weighted()(torch.nn.Linear(3, 1), batch).shape
+        ...         return batch["history"][:, -1], batch["next"]
+        >>> batch = {"history": torch.ones(4, 9, 3), "next": torch.zeros(4, 1)}
+        >>> Last()(torch.nn.Linear(3, 1), batch).shape
         torch.Size([])
     """
 
@@ -49,24 +44,19 @@ class ModelCall:
     def split_for(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return `split(batch)`, with what depends on the model.
 
-        The "labels" of tokens are shifted by one, so that each token's target is the next label, if
-        the model declares itself a causal language model: the name of its class ends with
-        "ForCausalLM" or "LMHeadModel", as in Transformers, or it has the attribute
-        `loss_type = "ForCausalLM"`. A model whose `forward` has an argument `targets`, as
-        nanoGPT's, is given them.
+        The "labels" of tokens are shifted, so that each token's target is the next label, if the
+        model declares itself a causal language model: its class is named "...ForCausalLM" or
+        "...LMHeadModel", as in Transformers, or it has `loss_type = "ForCausalLM"`.
         """
         inputs, target = self.split(batch)
-        inside = _inside(model)
-        if isinstance(inputs, (tuple, Tensor)):
-            own = type(self).split, type(self).forward
-            is_default = own == (ModelCall.split, ModelCall.forward) and target is not None
-            if is_default and _takes(type(inside).forward, "targets"):
-                names = [*inspect.signature(type(inside).forward).parameters][1:]
-                columns = inputs if isinstance(inputs, tuple) else (inputs,)
-                inputs = dict(zip(names, columns, strict=False)) | {"targets": target}
-        elif isinstance(inputs, Mapping) and isinstance(target, Tensor) and target.ndim == 2:
-            is_labels = target is inputs.get("labels")
-            target = _shifted(target) if is_labels and _is_causal(inside) else target
+        if isinstance(inputs, (tuple, Tensor)) or not isinstance(inputs, Mapping):
+            return inputs, target
+        is_labels = target is inputs.get("labels")
+        if is_labels and isinstance(target, Tensor) and target.ndim == 2:
+            inside = unwrapped(model)
+            is_causal = type(inside).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+            is_causal |= getattr(inside, "loss_type", None) == "ForCausalLM"
+            target = _shifted(target) if is_causal else target
         return inputs, target
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -78,10 +68,8 @@ class ModelCall:
         (x, y)                         x            y; for a language model it is already shifted
         (a, b, ..., y)                 (a, b, ...)  y
         integers [batch, time], alone  the batch    the same, shifted by one: a language model
-        a mapping                      the batch    "labels"; "label" is renamed so, as by Hugging
-                                                    Face's collators
-        a mapping without labels       the batch    "input_ids" where "attention_mask" is not 0,
-                                                    shifted by one: a language model
+        a mapping                      the batch    "labels" or "targets"; "label" is renamed, as
+                                                    by Hugging Face's collators
         anything else                  the batch    None: the model computes its loss
         =============================  ===========  ============================================
         """
@@ -96,11 +84,7 @@ class ModelCall:
             return batch, None
         if "label" in batch and "labels" not in batch:
             batch = {{"label": "labels"}.get(key, key): batch[key] for key in batch}
-        ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))
-        if labels is not None or ids is None:
-            return batch, labels
-        labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
-        return batch, _shifted(labels) if labels.ndim == 2 else labels
+        return batch, batch.get("labels", batch.get("targets"))
 
     def count(self, target: Any, n_samples: int) -> int | Tensor:
         """Return how many targets of a batch count: the weight of its loss, which is their mean.
@@ -125,7 +109,7 @@ class ModelCall:
             return model(*inputs)
         if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
             return model(inputs)
-        takes_labels = _takes(type(_inside(model)).forward, "labels")
+        takes_labels = _takes_labels(type(unwrapped(model)).forward)
         output = model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
         # A model of nanoGPT's form returns the loss after the predictions.
         is_last = "targets" in inputs and isinstance(output, tuple) and _read(output)[0] is None
@@ -139,39 +123,23 @@ class ModelCall:
         1. `loss_fn`, called with the predictions: the output, its "logits" (attribute or key), or
            the first element of a tuple.
         2. The loss that the model computed: "loss", or an output, or first element, with 0
-           dimensions; or the second, of a model that was given `targets`.
+           dimensions; or the second, of a model that was given `targets` by a mapping.
         3. Integer targets: cross entropy that ignores -100; the target has the shape of the output
            without the dimension of the classes, which is the last or the second.
         4. Floating-point targets of the output's shape: mean squared error.
 
-        Raises:
-            TypeError: the output holds no predictions, or there is no target.
-            ValueError: the shapes do not match, or the loss is not 0-dim.
+        Raises a TypeError without predictions or a target, a ValueError for other shapes.
         """
         loss, predictions = _read(output)
         if self.loss_fn is not None or loss is None:
             if not isinstance(predictions, Tensor):
-                has = f" with {list(output)}" if isinstance(output, Mapping) else ""
-                got = type(output).__name__ + has
-                msg = f"output: expected a tensor, logits or a loss, got {got}"
+                msg = f"output: expected a tensor, logits or a loss, got {type(output).__name__}"
                 raise TypeError(msg)
             loss = (self.loss_fn or _default_loss)(_in_float32(predictions), target)
         if not isinstance(loss, Tensor) or loss.ndim:
             msg = f"loss: expected a 0-dim tensor, got {getattr(loss, 'shape', loss)!r}"
             raise ValueError(msg)
         return _in_float32(loss)
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    """Return the module inside of DistributedDataParallel and torch.compile."""
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    return getattr(plain, "_orig_mod", plain)
-
-
-def _is_causal(model: nn.Module) -> bool:
-    """Say whether a model declares itself a causal language model."""
-    is_named = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    return is_named or getattr(model, "loss_type", None) == "ForCausalLM"
 
 
 def _read(output: Any) -> tuple[Any, Any]:
@@ -188,21 +156,18 @@ def _read(output: Any) -> tuple[Any, Any]:
 
 def _default_loss(output: Tensor, target: Any) -> Tensor:
     if not isinstance(target, Tensor):
-        got = type(target).__name__
-        msg = f"target: expected a tensor, got {got}; give a loss_fn or let the model return a loss"
+        msg = f"target: expected a tensor, or a loss_fn, got {type(target).__name__}"
         raise TypeError(msg)
     shapes = f"output {tuple(output.shape)}, target {tuple(target.shape)} of {target.dtype}"
-    if not _is_integer(target):
-        if output.shape != target.shape:
-            msg = f"{shapes}: a mean squared error needs equal shapes"
-            raise ValueError(msg)
+    if not _is_integer(target) and output.shape == target.shape:
         return functional.mse_loss(output, _in_float32(target))
     if output.shape[:-1] == target.shape:
         output, target = output.flatten(0, -2), target.flatten()
     fits = output.ndim > 1 and output.shape[:1] + output.shape[2:] == target.shape
-    if not fits or output.shape[1] < 2:
-        where = "in the output's last or second dimension"
-        msg = f"{shapes}: cross entropy needs two classes or more, {where}"
+    if not (_is_integer(target) and fits and output.shape[1] > 1):
+        needs = "integers, and two classes or more in the output's last or second dimension"
+        by_name = "a model like nanoGPT's takes batches by name, {'idx': x, 'targets': y}"
+        msg = f"{shapes}: expected {needs}, or numbers of the output's shape; {by_name}"
         raise ValueError(msg)
     return functional.cross_entropy(output, target.long(), ignore_index=IGNORED)
 
@@ -221,7 +186,6 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 @cache
-def _takes(forward: Callable[..., object], name: str) -> bool:
+def _takes_labels(forward: Callable[..., object]) -> bool:
     parameters = inspect.signature(forward).parameters
-    any_name = name == "labels" and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return name in parameters or any_name
+    return "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

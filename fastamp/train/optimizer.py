@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-}
+from fastamp.train import ranks
+
+OPTIMIZERS: dict[str, Any] = {kind.__name__.lower(): kind for kind in (AdamW, Adam, SGD, Adagrad)}
 SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps after the warm-up
     "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
     "linear": lambda share: 1 - share,
@@ -22,20 +19,12 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps 
 
 
 def make_optimizer(
-    model: nn.Module,
-    kind: str | Callable[[list[nn.Parameter]], Optimizer],
-    *,
-    loss: nn.Module | None = None,
-    **options: Any,
+    trained: nn.Module, kind: str | Callable[[list[nn.Parameter]], Optimizer], **options: Any
 ) -> Optimizer:
-    """Return the optimizer of what requires a gradient, in the model and in a loss of its own.
-
-    A callable gets no options. Adam and AdamW are fused where torch supports that.
-    """
-    trained = nn.ModuleList([model] if loss is None else [model, loss])
+    """Return the optimizer of what requires a gradient; a callable gets no options."""
     parameters = [p for p in trained.parameters() if p.requires_grad]
     if not parameters:
-        msg = f"model: {type(model).__name__} has no parameter that requires a gradient"
+        msg = "model: expected a parameter that requires a gradient, it has none"
         raise ValueError(msg)
     if isinstance(kind, str):
         # torch's fused SGD and Adagrad take no sparse gradients, and no DTensors.
@@ -45,27 +34,23 @@ def make_optimizer(
         except RuntimeError:  # not fused for this device or dtype
             return OPTIMIZERS[kind](parameters, **options)  # type: ignore[no-any-return]
     made: Any = kind(parameters)
-    if not isinstance(made, Optimizer):
-        msg = f"optimizer: expected a callable that returns an Optimizer, it returned {made!r}"
-        raise TypeError(msg)
+    groups = made.param_groups if isinstance(made, Optimizer) else [{"params": [None]}]
     known = {*map(id, trained.parameters())}
-    others = [p for group in made.param_groups for p in group["params"] if id(p) not in known]
-    if others:
-        shape = [*others[0].shape]
-        msg = f"optimizer: expected parameters of the model or of loss_fn, got one of shape {shape}"
+    if any(id(p) not in known for group in groups for p in group["params"]):
+        wanted = "a callable that returns an Optimizer of parameters of the model or of loss_fn"
+        msg = f"optimizer: expected {wanted}, got {made!r:.200}"
         raise ValueError(msg)
-    return made
+    return made  # type: ignore[no-any-return]
 
 
-def find_loss(
-    loss_fn: Any, model: nn.Module, device: torch.device, *, has_ranks: bool
-) -> nn.Module | None:
+def find_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> nn.Module | None:
     """Return the loss, on a device, if it is a module with tensors that the model does not hold."""
     loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
+    if not isinstance(loss, nn.Module):
+        return None
     known = {*map(id, model.parameters()), *map(id, model.buffers())}
-    own = [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
-    own = [tensor for tensor in own if id(tensor) not in known]
-    if has_ranks and any(tensor.requires_grad for tensor in own):
+    own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in known]
+    if ranks.count() > 1 and any(tensor.requires_grad for tensor in own):
         has = f"{type(loss).__name__} has parameters, which ranks do not share"
         msg = f"loss_fn: {has}: train a model that holds it and returns its loss"
         raise ValueError(msg)
@@ -75,18 +60,18 @@ def find_loss(
 class Schedule:
     """The learning rate, which advances after a step that was taken.
 
-    On CUDA the flag `found_inf` of a step is copied to the host while the device works. It is read
-    when the rate of the next step is asked for, or before a checkpoint. By the next step the device
-    still has that step's forward and backward pass to do: reading the flag does not make it idle.
+    The flag `found_inf` of a step is read when the next step's rate is asked for, or before a
+    checkpoint. On CUDA it is copied to the host meanwhile: the device, which then still has the
+    next step's passes to do, does not become idle.
     """
 
     def __init__(self, optimizer: Optimizer, lr_factor: Callable[[int], float]) -> None:
         self._optimizer, self._lr_factor = optimizer, lr_factor
-        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._n_taken = 0
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.n_taken = 0  # steps, without the last one while its flag is not read
+        # That flag, and on CUDA the event of its copy into pinned memory.
+        self._unread: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.set_lr()
-        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
-        """The flag of the last step in pinned memory, and the event of its copy."""
 
     @property
     def lr(self) -> float:
@@ -95,49 +80,27 @@ class Schedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self, found_inf: Tensor) -> None:
-        """Advance after a step unless it was skipped: on the CPU now, on CUDA in `read_flag`."""
+        """Advance after a step, unless it was skipped."""
         self.read_flag()
+        copied = None
         if found_inf.is_cuda:
             # torch copies on the current stream of the flag's device, after the step.
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._unread = found_inf.to("cpu", non_blocking=True), copied  # into pinned memory
-            copied.record(torch.cuda.current_stream(found_inf.device))
-        elif not found_inf.item():
-            self._count()
+            found_inf, device = found_inf.to("cpu", non_blocking=True), found_inf.device
+            copied.record(torch.cuda.current_stream(device))
+        self._unread = found_inf, copied
 
     def read_flag(self) -> None:
         """Advance after the last step, if its flag has not been read yet."""
         if self._unread is not None:
             (found_inf, copied), self._unread = self._unread, None
-            copied.synchronize()
-            if not found_inf.item():
-                self._count()
+            if copied is not None:
+                copied.synchronize()
+            self.n_taken += not found_inf.item()
+            self.set_lr()
 
     def set_lr(self) -> None:
         """Set the learning rates of the next step."""
-        factor = self._lr_factor(self._n_taken)
-        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base_lr * factor)
-            else:
-                group["lr"] = base_lr * factor
-
-    def _count(self) -> None:
-        self._n_taken += 1
-        self.set_lr()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, after the last step's flag: the optimizer's state has the rate."""
-        self.read_flag()
-        return {"n_taken": self._n_taken, "base_lrs": [*self._base_lrs]}
-
-    def check_state_dict(self, state: Any) -> None:
-        """Raise a ValueError unless `load_state_dict` can restore it."""
-        if state["base_lrs"] != self._base_lrs:
-            theirs, ours = state["base_lrs"], self._base_lrs
-            msg = f"it has the learning rates {theirs} of groups, this run's optimizer {ours}"
-            raise ValueError(msg)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; the optimizer's own state has the rate."""
-        self._n_taken = state["n_taken"]
+        factor = self._lr_factor(self.n_taken)
+        for group, base_lr in zip(self._optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base_lr * factor

@@ -2,8 +2,8 @@
 
 import torch
 
-_FULL = ("64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed")
-_NAMES = (*_FULL, "transformer-engine", "transformer-engine-float16")
+_NAMES = ["64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"]
+_NAMES += ["transformer-engine", "transformer-engine-float16"]
 ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 ALIASES |= {"None": "32-true", "no": "32-true", "fp16": "16-mixed"}
 ALIASES |= {"torch.float64": "64-true", "torch.float32": "32-true"}
@@ -16,29 +16,20 @@ def compute_effective_precision(
     cuda_available: bool | None = None,  # noqa: FBT001
     use_gpu: bool = True,  # noqa: FBT001, FBT002
 ) -> str:
-    """Combine a requested precision with a switch for mixed precision.
+    """Return Lightning's full name of a requested precision and a switch for mixed precision.
 
-    ================  ===========================================================================
-    `use_amp`         result
-    ================  ===========================================================================
-    None              `requested`, on every device: Lightning itself replaces "16-mixed" by bf16
-                      on a CPU
-    True, with a GPU  `requested` made mixed: bf16 stays bf16, anything else is "16-mixed"; but
-                      Transformer Engine is left as it is
-    otherwise         full precision: "32-true", or "64-true" where that was requested
-    ================  ===========================================================================
+    With `use_amp=None` the result is `requested`, on every device (Lightning itself replaces
+    "16-mixed" by bf16 on a CPU). With True and a GPU it is `requested` made mixed: bf16 stays bf16,
+    Transformer Engine is left as it is, anything else is "16-mixed". Otherwise it is full
+    precision: "32-true", or "64-true" where that was requested.
 
     Args:
-        requested: "64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed",
-            "transformer-engine" or "transformer-engine-float16"; or Lightning's old names 64, 32,
-            16 ("16-mixed") and "bf16" ("bf16-mixed"), as numbers or strings; Accelerate's "no" and
-            "fp16"; a torch.dtype, as of autocast; or None, Lightning's default: "32-true".
+        requested: one of Lightning's names, as "bf16-mixed", or of its old ones: 64, 32, 16
+            ("16-mixed") and "bf16" ("bf16-mixed"), as numbers or strings; Accelerate's "no" and
+            "fp16"; a torch.dtype, as of autocast; or None: "32-true".
         use_amp: switches mixed precision on or off; None leaves it to `requested`.
         cuda_available: whether there is a GPU; None asks torch, if the result depends on it.
         use_gpu: whether the run would use a GPU.
-
-    Returns:
-        One of the full names above, for `Trainer(precision=...)`.
 
     Raises:
         ValueError: `requested` is none of these names.

@@ -5,70 +5,67 @@ from typing import Any
 
 from fastamp.train import ranks
 from fastamp.train.config import TrainConfig
-from fastamp.train.fits import check_equal
+from fastamp.train.optimizer import Schedule
+from fastamp.train.states import check_equal
 
 # A run resumes only if these agree with the checkpoint's, and the precision does.
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
 _FIXED += ["warmup_steps", "metric", "mode"]
-_OF_RANKS = {"batch_size", "accumulate"}  # another number of ranks may change them
-_OF_LENGTH = {"total_steps", "warmup_steps"}  # a longer run may change them
 
 
 class Progress:
-    """The place of a run of `total` steps, or of any length."""
+    """The place of a run of `n_steps`, or of any length, and of its schedule."""
 
-    def __init__(self, config: TrainConfig, total: int | None) -> None:
-        self._config, self._total = config, total
-        self._sign = 1 if config.mode == "min" else -1
+    def __init__(self, config: TrainConfig, n_steps: int | None, schedule: Schedule) -> None:
+        self._config, self._schedule = config, schedule
+        self._fixed: dict[str, Any] = {name: getattr(config, name) for name in _FIXED}
+        self._fixed |= {"precision": config.effective_precision, "total_steps": n_steps}
+        self._fixed["learning rates of groups"] = schedule.base_lrs
         self.step = self.epoch = self.evaluated_at = 0
-        self.best = self._sign * math.inf
-        """The best metric; infinite until the first evaluation."""
+        self.is_within = False  # an epoch that has begun
+        self.best = math.inf  # of the metrics, which are negative where a higher one is better
         self.n_worse = 0  # evaluations since the best one
         self.is_stopped = False  # by the user's callback
-        self.former_total = total  # of the run that is resumed
 
     @property
     def place(self) -> tuple[int, ...]:
         """How far the run has come."""
-        return self.step, self.epoch, self.evaluated_at
+        return self.step, self.epoch, self.is_within, self.evaluated_at
 
     @property
     def has_trained(self) -> bool:
         """Whether no step is left, or `patience` or the user's callback has ended the run."""
         config = self._config
-        by_length = self.epoch >= config.epochs
+        has_steps = self.epoch < config.epochs
         if config.max_steps is not None:
-            by_length = self.step >= config.max_steps
-        return by_length or self.is_stopped or self.lost_patience
-
-    @property
-    def lost_patience(self) -> bool:
-        """Whether as many evaluations as `patience` says were no better than the best one."""
-        return self.n_worse >= (self._config.patience or math.inf)
+            has_steps = self.step < config.max_steps
+        return not has_steps or self.is_stopped or self.n_worse >= (config.patience or math.inf)
 
     def compare(self, value: float) -> bool:
         """Count an evaluation; return whether it is the best one."""
-        is_best = self._sign * value < self._sign * self.best
+        value = value if self._config.mode == "min" else -value
+        is_best = value < self.best
         self.best, self.n_worse = (value, 0) if is_best else (self.best, self.n_worse + 1)
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place and the options."""
-        config = {name: getattr(self._config, name) for name in _FIXED}
-        config |= {"precision": self._config.effective_precision, "total_steps": self._total}
-        state = {"config": config, "place": self.place, "best": self.best, "n_worse": self.n_worse}
-        return state | {"n_ranks": ranks.count()}
+        """Return the place and the options, after the last step's flag, which changes the rate."""
+        self._schedule.read_flag()
+        places = {"place": self.place, "n_taken": self._schedule.n_taken}
+        best = {"best": self.best, "n_worse": self.n_worse}
+        return {"config": self._fixed, "n_ranks": ranks.count(), **places, **best}
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
-        theirs, ours = state["config"], self.state_dict()["config"]
-        is_shorter = (theirs["total_steps"] or math.inf) < (self._total or 0)
-        may_differ = _OF_LENGTH if is_shorter else set()
-        may_differ = may_differ | (_OF_RANKS if state["n_ranks"] != ranks.count() else set())
-        check_equal(theirs, ours, may_differ)
+        theirs, ours = (each["total_steps"] for each in (state["config"], self._fixed))
+        is_longer = (theirs or 0) < (ours or math.inf)
+        may_differ = {"total_steps", "warmup_steps"} if is_longer else set()
+        if state["n_ranks"] != ranks.count():
+            may_differ |= {"batch_size", "accumulate"}
+        check_equal(state["config"], self._fixed, may_differ)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.former_total = state["config"]["total_steps"]
-        self.step, self.epoch, self.evaluated_at = state["place"]
+        self.step, self.epoch, self.is_within, self.evaluated_at = state["place"]
         self.best, self.n_worse = state["best"], state["n_worse"]
+        self._schedule.n_taken = state["n_taken"]

@@ -1,6 +1,5 @@
 """The ranks of a run: they exchange values, and raise each other's errors."""
 
-import os
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,8 +8,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from fastamp.step.shards import is_spread
 
 WAIT_S = 60.0  # of a rank for the others at a save
 
@@ -27,7 +24,7 @@ def count() -> int:
 
 def rank() -> int:
     """Return this process's rank."""
-    return dist.get_rank() if count() > 1 else 0
+    return dist.get_rank() if has_group() else 0
 
 
 def gather(mine: Any) -> list[Any]:
@@ -41,8 +38,7 @@ def gather(mine: Any) -> list[Any]:
 def meet(called: str) -> None:
     """Wait until every rank has called a method, for up to a minute; else a TimeoutError."""
     try:
-        if count() > 1:
-            dist.barrier(async_op=True).wait(timedelta(seconds=WAIT_S))
+        dist.barrier(async_op=True).wait(timedelta(seconds=WAIT_S))
     except RuntimeError as error:
         msg = f"{called}: every rank has to call it, and another one has not: {error}"
         raise TimeoutError(msg) from error
@@ -57,9 +53,9 @@ def together(action: Callable[..., Any], *args: Any) -> Any:
         value = action(*args)
     except Exception as raised:  # noqa: BLE001 - else the other ranks would wait for this one
         error = raised
-    for each, raised_there in enumerate(gather(error and _sendable(error))):
-        if raised_there is not None:
-            raise error if error is not None and each == rank() else raised_there
+    errors = [each for each in gather(error and _sendable(error)) if each is not None]
+    if errors:
+        raise errors[0] from error
     return value
 
 
@@ -71,23 +67,18 @@ def first(action: Callable[..., Any], *args: Any) -> Any:
 def _sendable(error: Exception) -> Exception:
     """Return an error that can be sent to other ranks: itself, or its text."""
     try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]  # noqa: S301
     except Exception:  # noqa: BLE001 - an error can refuse with any other
         return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
-
-
-def check_shared(model: nn.Module) -> None:
-    """Raise a ValueError if there are several ranks, and the model is not shared by them."""
-    count_ = count()
-    if count_ == 1 and dist.is_available() and dist.is_torchelastic_launched():
-        count_ = int(os.environ["WORLD_SIZE"])
-    if count_ > 1 and not (is_ddp(model) or any(map(is_spread, model.parameters()))):
-        wanted = "a model in DistributedDataParallel, or sharded by fully_shard"
-        msg = f"model: expected {wanted}, as there are {count_} ranks, got {type(model).__name__}"
-        raise ValueError(msg)
 
 
 def is_ddp(model: nn.Module) -> bool:
     """Say whether a model, which may be compiled, is in DistributedDataParallel."""
     return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the module inside of DistributedDataParallel and torch.compile."""
+    if is_ddp(model):
+        model = getattr(model, "_orig_mod", model).module
+    return getattr(model, "_orig_mod", model)

@@ -7,15 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Each curve of a result, and the scalar that it shows.
-CURVES = {
-    "train_loss": "train/loss",
-    "val_loss": "val/loss",
-    "grad_norm": "train/grad_norm",
-    "loss_scale": "train/loss_scale",
-    "lr": "train/lr",
-}
-
 
 class Curve(NamedTuple):
     """A scalar over the steps, from 1: at most 4,096 points, the first and the last among them.
@@ -23,28 +14,23 @@ class Curve(NamedTuple):
     `pyplot.plot(*curve)` draws it.
 
     Example:
-        >>> curve = fastamp.train.Curve(np.array([1, 2]), np.array([0.5, 0.25]))
-        >>> float(curve.values.min())
+        >>> print(fastamp.train.Curve(np.array([1, 2]), np.array([0.5, 0.25])).values.min())
         0.25
     """
 
-    steps: NDArray[np.int64]
-    values: NDArray[np.float64]
+    steps: NDArray[np.int64] = np.empty(0, np.int64)
+    values: NDArray[np.float64] = np.empty(0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What `fastamp.fine_tune` returns; `str` of it is the summary.
-
-    Curves and counts are of the whole run, including the part before it was resumed; times and
-    throughput are of this call.
+    """What `fastamp.fine_tune` returns, of the whole run if it was resumed; `str` is the summary.
 
     Example:
         >>> config = fastamp.TrainConfig(max_steps=2, device="cpu")
         >>> data = torch.randn(8, 4), torch.randn(8, 1)
-        >>> result = fastamp.fine_tune(torch.nn.Linear(4, 1), data, config=config)
-        >>> print(result.summary().splitlines()[0])
-        2 steps in 32-true, 0 skipped
+        >>> fastamp.fine_tune(torch.nn.Linear(4, 1), data, config=config).skipped_steps
+        0
     """
 
     train_loss: Curve
@@ -54,7 +40,7 @@ class TrainResult:
     metrics: dict[str, Curve]
     """The numbers of `TrainConfig.evaluate`, by name."""
     grad_norm: Curve
-    """Before clipping; empty where it is not computed: without loss scaling and `max_norm`."""
+    """Before clipping; empty without loss scaling and `max_norm`, as it is not computed."""
     loss_scale: Curve
     """A point for every change; empty without loss scaling."""
     lr: Curve
@@ -66,25 +52,14 @@ class TrainResult:
     """With `TrainConfig.keep_best`: the checkpoint with the best `TrainConfig.metric`."""
     precision: str
     """Of the run, as `fastamp.compute_effective_precision` names it."""
-    samples_per_s: float
-    """In training, without evaluations and checkpoints; over ranks, of all together."""
-    phase_s: dict[str, float]
-    """Seconds in "data", "forward", "backward", "step", "evaluate" and "checkpoint", as far as they
-    occurred; of the GPU if there is one, and of this rank."""
 
     def summary(self) -> str:
         """Return the result as text."""
         lines = [f"{self.steps} steps in {self.precision}, {self.skipped_steps} skipped"]
-        for name in ("train_loss", "val_loss"):
+        for name in ("train_loss", "val_loss", "loss_scale"):
             values = getattr(self, name).values
             if len(values):
-                lines.append(f"{name}: {values[0]:.4f} to {values[-1]:.4f}, min {values.min():.4f}")
-        if len(self.loss_scale.values):
-            lines.append(f"loss_scale: {self.loss_scale.values[-1]:g}")
-        if self.phase_s:
-            lines.append(f"{self.samples_per_s:,.1f} samples/s")
-            seconds = ", ".join(f"{name} {value:.3g}" for name, value in self.phase_s.items())
-            lines.append(f"seconds: {seconds}")
+                lines.append(f"{name}: {values[0]:.6g} to {values[-1]:.6g}, min {values.min():.6g}")
         return "\n".join(lines)
 
     __str__ = summary

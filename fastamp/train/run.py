@@ -1,10 +1,13 @@
 """`fastamp.fine_tune`: a model trained in one call."""
 
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fastamp.step.shards import is_spread
 from fastamp.train import ranks
 from fastamp.train.config import TrainConfig
 from fastamp.train.loop import Loop, modes_kept
@@ -17,17 +20,14 @@ def fine_tune(
 ) -> TrainResult:
     """Train a model in place: fine-tune a pretrained one, or train one from scratch.
 
-    1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed, and
-       the log says "resumed at step N of M".
-    2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
-       autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
-       gradient is that of the mean over the step's targets, without those that are -100
-       (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
-       counts has gradients of 0, and NaN as its loss. The learning rate advances after a step that
-       was taken.
-    3. After every epoch, or as often as the config says: evaluation in the same precision, with
-       `config.evaluate`, and a checkpoint. `config.patience` or `config.on_evaluation` may end the
-       run. With `config.keep_best` the model has the best weights at the end, else the last ones.
+    1. The model moves to the device. A run in `config.checkpoint_dir` is resumed, as the log says.
+    2. A step: for each of `config.accumulate` batches forward and loss under autocast, and backward
+       of the scaled loss; then unscale, check, clip and step at once. The gradient is that of the
+       mean over the step's targets, without those that are -100 (`ModelCall.count`): one batch of 8
+       or two of 4 make no difference. If none counts, the gradients are 0 and the loss is NaN. The
+       learning rate advances after a step that was taken.
+    3. After every epoch, or as often as the config says: evaluation in the same precision, and a
+       checkpoint. `config.patience` or `config.on_evaluation` may end the run.
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
     and a checkpoint is written; a second signal acts at once. On a CPU a run that is interrupted or
@@ -39,30 +39,28 @@ def fine_tune(
     in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
     the ranks; a loader must yield the rank's part, and as many batches as on the others. As in
     torch, gradients and training losses are means over the ranks, each of its own targets;
-    validation losses are means over all targets. Only the first rank logs to `config.tracker`. As
-    many ranks resume bit-identically, except for buffers, of which the first rank's are kept, and
-    for the first sum of DDP on more than two ranks. Another number, with as many steps in all or
-    more, resumes with the rest of the epoch, and with random numbers as at the start.
+    validation losses are means over all, also of samples that pad a rank's part. Only the first
+    rank logs to `config.tracker`. As many ranks resume bit-identically, except for buffers, of
+    which the first rank's are kept, and for the first sum of DDP on more than two. Another number,
+    with as many steps in all or more, resumes the rest of the epoch, with the first random numbers.
 
     Args:
-        model: its modules have the mode they had before, training or evaluation, when this ends. If
-            the model itself is in evaluation mode, all modules train.
+        model: modules keep their modes; if it is in evaluation mode itself, all of them train.
         train_data: a Dataset, as a list of samples is one, or tensors (one, or a tuple or dict of
             them), which are shuffled; a DataLoader; or any other iterable of batches, see
-            `ModelCall.split`. A list of batches is passed as
-            `torch.utils.data.DataLoader(batches, batch_size=None)`. `set_epoch(epoch)` of the
-            loader or else of its samplers, and of its dataset, is called before each epoch, from 0.
-        val_data: as `train_data`, but not shuffled; None evaluates nothing. A
-            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation.
+            `ModelCall.split`, as `torch.utils.data.DataLoader(batches, batch_size=None)` for a
+            list. `set_epoch(epoch)` of the loader or else of its samplers, and of its dataset, is
+            called before each epoch, from 0.
+        val_data: as `train_data`, but not shuffled; None evaluates nothing.
         config: None is `TrainConfig()`.
 
     Raises:
         CheckpointError: see `Checkpointer.save` and `restore`: only the model's device has changed.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: the model, the config, the data or the model's output are of a wrong kind.
-        ValueError: there is no batch or no parameter to train, shapes do not match, ranks have
-            unlike numbers of batches, or the options do not fit the data. Or the run in
-            `config.checkpoint_dir` has finished; the model has that run's weights then.
+        ValueError: there is no batch or no parameter to train, shapes or options do not fit, ranks
+            have unlike numbers of batches, or the run in `config.checkpoint_dir` has finished; the
+            model has that run's weights then.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
@@ -76,7 +74,13 @@ def fine_tune(
         if not isinstance(value, kind):
             msg = f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
             raise TypeError(msg)
-    ranks.check_shared(model)
+    n_ranks = ranks.count()
+    if dist.is_available() and dist.is_torchelastic_launched():  # maybe without a process group
+        n_ranks = int(os.environ["WORLD_SIZE"])
+    if n_ranks > 1 and not (ranks.is_ddp(model) or any(map(is_spread, model.parameters()))):
+        wanted = "a model in DistributedDataParallel, or sharded by fully_shard"
+        msg = f"model: expected {wanted}, as there are {n_ranks} ranks, got {type(model).__name__}"
+        raise ValueError(msg)
     if config.chosen_device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # its generators are restored, too
     rng = rng_state()

@@ -12,49 +12,41 @@ DEFERRED = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """Defers signals until `deliver` or the end; a second one acts at once.
-
-    Only in the main thread, and only signals that are not ignored.
-    """
+    """Defers signals, in the main thread, until `deliver` or the end of a `with` block."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         in_main = threading.current_thread() is threading.main_thread()
-        self._numbers = [*numbers] if in_main else []
-        self._previous: dict[int, Any] = {}
-        self.received: int | None = None
-        """The latest signal that was deferred."""
+        handlers = {number: signal.getsignal(number) for number in numbers if in_main}
+        ignored = (signal.SIG_IGN, None)
+        self._handlers = {n: each for n, each in handlers.items() if each not in ignored}
+        self.received: int | None = None  # the latest one
+        self._set(self._receive)
 
     def __enter__(self) -> Self:
-        for number in self._numbers:
-            previous = signal.getsignal(number)
-            if previous not in (signal.SIG_IGN, None):
-                self._previous[number] = previous
-                signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.received is None:
-            self._put_back()
-        else:  # received during the last checkpoint, or before an error
+        self._set(None)
+        if self.received is not None:  # during the last save, or before an error
             self._act(self.received)
 
     def deliver(self, number: int) -> None:
         """Do what a signal, received here or on another rank, does without this object."""
         self._act(number)
-        self.__enter__()  # unless the program's own handler has ended training
+        self._set(self._receive)  # unless the program's own handler has ended training
 
     def _act(self, number: int) -> None:
+        self._set(None)
         self.received = None
-        previous = self._previous.get(number, signal.SIG_DFL)
-        self._put_back()
-        if previous is signal.SIG_DFL:
+        if self._handlers.get(number, signal.SIG_DFL) is signal.SIG_DFL:
             raise SystemExit(128 + number)  # so that `finally` blocks and exit handlers run
         signal.raise_signal(number)
 
-    def _put_back(self) -> None:
-        while self._previous:
-            signal.signal(*self._previous.popitem())
+    def _set(self, handler: Any) -> None:
+        """Install a handler for all signals, or with None those from before."""
+        for number, previous in self._handlers.items():
+            signal.signal(number, handler or previous)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
-        signal.signal(number, self._previous[number])
+        signal.signal(number, self._handlers[number])  # a second one acts at once

@@ -11,19 +11,15 @@ import torch
 
 from fastamp._files import create
 
-_FORMAT = "fastamp.train 6"
+_FORMAT = "fastamp.train 7"
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be resumed; the message names it.
 
     Example:
-        >>> fastamp.Checkpointer("run", model=torch.nn.Linear(2, 1)).save(1)
-        >>> try:
-        ...     fastamp.Checkpointer("run", model=torch.nn.Linear(3, 1)).restore()
-        ... except fastamp.CheckpointError:
-        ...     print("another model")
-        another model
+        >>> issubclass(fastamp.CheckpointError, RuntimeError)
+        True
     """
 
 
@@ -50,13 +46,7 @@ def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
     A DamagedError says that it is not whole, any other CheckpointError that it cannot be read.
     """
     try:
-        if compares_sums:  # torch.load does not
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-            if damaged is not None:
-                msg = f"the sum of {damaged} is wrong"
-                raise zipfile.BadZipFile(msg)  # noqa: TRY301 - as zipfile itself of other damage
-        state = _load(path)
+        state = _load(path, compares_sums=compares_sums)
     except Exception as error:  # unpickling a damaged file can raise anything
         is_of_machine = isinstance(error, OSError) and error.errno != errno.EIO
         if is_of_machine or isinstance(error, MemoryError):
@@ -71,13 +61,19 @@ def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
     return state  # type: ignore[no-any-return]
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, *, compares_sums: bool = False) -> Any:
+    if compares_sums:  # torch.load does not
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            msg = f"the sum of {damaged} is wrong"
+            raise zipfile.BadZipFile(msg)
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _explain(error: Exception) -> str:
     """Say what is wrong with an object that pickle refuses."""
     kind = re.search(r"GLOBAL (\S+)", str(error))
-    if not (isinstance(error, pickle.UnpicklingError) and kind):
+    if kind is None:
         return str(error)
     return f"it holds an object of {kind[1]}, which is neither a tensor nor a plain value"

@@ -30,7 +30,6 @@ from support.trainers import (
 )
 from support.training import assert_same_bits
 
-import fastamp
 from fastamp.step.report import StepReport
 
 pytest.importorskip("lightning.pytorch")
@@ -114,22 +113,6 @@ def test_what_comes_between_clip_and_step_sees_clipped_gradients(pl, batches, by
         trained.append(module.model.state_dict())
     assert found == pytest.approx([0.1] * 6, rel=1e-4)
     torch.testing.assert_close(*trained)
-
-
-@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
-def test_a_sharded_loader_made_in_a_hook_overfits(pl):
-    """Lightning makes the loader again, with a sampler."""
-    rows, seen = fastamp.ArrayDataset(torch.arange(10)), []
-    options = {"batch_size": 2, "shuffle": True, "seed": 3, "rank": 1, "world_size": 2}
-
-    def training_step(self, batch, _):
-        seen.append(batch[0].tolist())
-        return sum(parameter.sum() for parameter in self.parameters())
-
-    members = {"training_step": training_step}
-    members["train_dataloader"] = lambda _self: fastamp.DataLoader(rows, **options)
-    fit(pl, make_module(pl, **members), None, overfit_batches=1, max_epochs=2)
-    assert seen == [[1, 3]] * 2
 
 
 def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):

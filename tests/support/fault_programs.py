@@ -29,11 +29,11 @@ class Reporting:
         self.calls, self.start = 0, 0
 
     def patch(self) -> None:
-        write, restore = Checkpointer._write, Checkpointer.restore
+        save, restore = Checkpointer._save, Checkpointer.restore
 
-        def write_and_report(checkpointer, state):
-            write(checkpointer, state)
-            report("saved", state["step"])
+        def save_and_report(checkpointer, step, metric):
+            save(checkpointer, step, metric)
+            report("saved", step)
 
         def restore_and_report(checkpointer):
             step = restore(checkpointer)
@@ -41,7 +41,7 @@ class Reporting:
             report("resumed", self.start)
             return step
 
-        Checkpointer._write, Checkpointer.restore = write_and_report, restore_and_report
+        Checkpointer._save, Checkpointer.restore = save_and_report, restore_and_report
 
     def loss(self, output, target):
         if torch.is_grad_enabled():

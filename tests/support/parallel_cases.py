@@ -16,7 +16,7 @@ import fastamp
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.train import CheckpointError
 
-BLOCK, N, N_HELD_OUT = 8, 96, 21
+BLOCK, N, N_HELD_OUT = 8, 96, 20
 
 
 def make_data(n=N):

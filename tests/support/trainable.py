@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 import fastamp
-from fastamp.train.result import CURVES as SCALARS
 
 CURVES = ("train_loss", "val_loss", "grad_norm", "loss_scale", "lr")
+SCALARS = ("train/loss", "val/loss", "train/grad_norm", "train/loss_scale", "train/lr")
 
 
 class CrashError(Exception):
@@ -86,7 +86,7 @@ def outcome_of_finished(folder, fields):
     state = torch.load(max(Path(folder).glob("step-*.pt")), weights_only=True)
     tracker = fastamp.MetricsTracker()
     tracker.load_state_dict(state["tracker"])
-    curves = {name: tracker.history(scalar) for name, scalar in SCALARS.items()}
+    curves = {name: tracker.history(scalar) for name, scalar in zip(CURVES, SCALARS, strict=True)}
     skipped = int(tracker.summary()["train/skipped_steps"].last)
     counts = {"steps": state["step"], "skipped_steps": skipped}
     return outcome(model, SimpleNamespace(**curves, **counts))

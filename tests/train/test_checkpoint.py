@@ -90,9 +90,10 @@ def test_a_run_says_where_it_resumes_and_a_finished_one_is_refused(
         run(tmp_path, loss_fn=act_at(6, crash), **fields)
     assert caplog.messages == []
     run(tmp_path, **fields)
-    assert caplog.messages == [f"{tmp_path}: resumed at step 4 of 6"]
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path}: resumed at step 4 of 6, its next learning rate is ")
     problem = "nothing is left to train at step 6 of 6"
-    remedies = "more max_steps or epochs would continue it, another folder starts anew"
+    remedies = "more max_steps, epochs or patience continue it, another folder starts anew"
     with pytest.raises(ValueError, match=f"{tmp_path}: {problem}: {remedies}"):
         run(tmp_path, **fields)
 
@@ -103,8 +104,9 @@ def test_a_run_says_how_it_begins_and_how_it_ends(tmp_path, caplog):
         run(tmp_path, max_steps=steps, **fields)
     begins, ends, resumes, _ = caplog.messages
     assert begins == "fine_tune: begins at step 0 of 3, on cpu in 32-true"
-    assert re.fullmatch(r"fine_tune: 3 steps done, train_loss [\d.]+, val_loss [\d.]+", ends)
-    assert resumes == f"{tmp_path}: resumed at step 3 of 5, on cpu in 32-true"
+    assert re.match(r"fine_tune: 3 steps in 32-true, 0 skipped; train_loss: [\d.]+ to", ends)
+    text = "resumed at step 3 of 5, its next learning rate is 0.008, on cpu in 32-true"
+    assert resumes == f"{tmp_path}: {text}"
     caplog.clear()
     run(max_steps=3, **(fields | {"progress": False}))
     assert caplog.messages == []
@@ -124,7 +126,7 @@ def test_a_run_that_was_ended_before_its_last_evaluation_makes_it(tmp_path, capl
         run(tmp_path, loss_fn=crash_in_evaluation, **fields)
     assert newest(tmp_path) == 4
     assert outcome(*run(tmp_path, **fields)) == expected
-    assert caplog.messages == [f"{tmp_path}: resumed at step 4 of 4"]
+    assert "resumed at step 4 of 4" in caplog.text
 
 
 @pytest.mark.parametrize("kind", WITHOUT_STATE)
@@ -140,16 +142,13 @@ def test_a_run_that_crashed_after_an_epoch_goes_on_to_the_bit(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"),
-    [("checkpoint_every", {}), ("eval_every", {"checkpoint_every": None, "keep_best": True})],
+    "fields", [{"checkpoint_every": 3}, {"eval_every": 3, "keep_best": True}], ids=str
 )
-def test_checkpoints_within_an_epoch_of_data_without_a_state_are_refused(name, fields, tmp_path):
-    data, fields = WITHOUT_STATE["loader of torch"], {"max_steps": 6, "eval_every": 3, **fields}
-    text = f"{name}: expected None.*, as train_data has no state_dict: checkpoints are written at"
-    with pytest.raises(ValueError, match=text):
+def test_checkpoints_within_an_epoch_of_data_without_a_state_are_refused(fields, tmp_path):
+    data, fields = WITHOUT_STATE["loader of torch"], {"checkpoint_every": None, **fields}
+    with pytest.raises(ValueError, match=r"as train_data has no state_dict: .*; got 3"):
         run(tmp_path, data(), **fields)
     assert names(tmp_path) == []
-    assert run(tmp_path, data(), **(fields | {name: None}))[1].steps == 6
 
 
 def test_a_signal_within_an_epoch_of_data_without_a_state_acts_at_once(tmp_path):
@@ -174,58 +173,22 @@ def test_a_run_that_ended_within_an_epoch_of_data_without_a_state_begins_the_nex
     assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (6, 8, 13)]
 
 
-SHUFFLED = {
-    "seed": lambda data: fastamp.DataLoader(data, 4, shuffle=True, seed=5),
-    "torch's": lambda data: DataLoader(data, 4, shuffle=True),
-}
-
-
-@pytest.mark.parametrize("kind", SHUFFLED)
-def test_a_resumed_run_evaluates_shuffled_data_to_the_bit(kind, tmp_path):
-    fields = {"epochs": 3, "checkpoint_every": None, "schedule": "constant"}
-    fields |= {"max_steps": None, "warmup_steps": 0}
-
-    def held_out():
-        return SHUFFLED[kind](TensorDataset(*make_data(20)))
-
-    expected = outcome(*run(held_out=held_out(), **fields))
-    with pytest.raises(CrashError):
-        run(tmp_path, held_out=held_out(), loss_fn=act_at(8, crash), **fields)
-    assert len(names(tmp_path)) == 1
-    assert outcome(*run(tmp_path, held_out=held_out(), **fields)) == expected
-
-
-def test_an_evaluation_on_the_training_loader_leaves_its_orders():
-    trained_on = []
-
-    class Noted(TensorDataset):
-        def __getitem__(self, index):
-            if torch.is_grad_enabled():
-                trained_on.append(index)
-            return super().__getitem__(index)
-
-    data = fastamp.DataLoader(Noted(*make_data()), 16, shuffle=True, seed=1)
-    run(data=data, held_out=data, epochs=3, max_steps=None, checkpoint_every=None)
-    assert len({tuple(trained_on[i : i + 96]) for i in (0, 96, 192)}) == 3
-
-
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 @pytest.mark.parametrize(("field", "short", "long"), [("max_steps", 8, 20), ("epochs", 1, 3)])
 def test_a_run_that_has_ended_goes_on_at_the_rate_of_the_longer_one(
     schedule, field, short, long, tmp_path, caplog
 ):
     fields = {"schedule": schedule, "max_steps": None, "warmup_steps": 2, "checkpoint_every": 1}
+    fields["precision"] = "32-true"  # in which no step is skipped
     _, ended = run(tmp_path, **(fields | {field: short}))
+    fields["warmup_steps"] = 3  # as where it is a share of the steps
     _, whole = run(**(fields | {field: long}))
-    model, longer = run(tmp_path, **(fields | {field: long}))
+    _, longer = run(tmp_path, **(fields | {field: long}))
     assert longer.steps == whole.steps == (20 if field == "max_steps" else 18)
     assert np.array_equal(longer.lr.values[: ended.steps], ended.lr.values)
     assert np.array_equal(longer.lr.values[ended.steps :], whole.lr.values[ended.steps :])
-    lr = whole.lr.values[ended.steps]
-    text = f"resumed at step {ended.steps} of {longer.steps}, a longer run than {ended.steps}"
-    said = f"{tmp_path}: {text}: its next learning rate is {lr:g}"
-    assert caplog.messages == [said]
-    assert outcome_of_finished(tmp_path, fields | {field: long}) == outcome(model, longer)
+    said = f"its next learning rate is {whole.lr.values[ended.steps]:g}"
+    assert f"resumed at step {ended.steps} of {longer.steps}, {said}" in caplog.text
     with pytest.raises(CheckpointError, match=f"it has total_steps={longer.steps}, this run "):
         run(tmp_path, **(fields | {field: short}))
 
@@ -234,7 +197,7 @@ def test_starting_anew_over_checkpoints_is_refused_at_the_start(tmp_path):
     run(tmp_path, max_steps=3)
     begun = act_at(1, lambda: pytest.fail("training has begun"))
     has = f"{tmp_path} has the checkpoint of step 3"
-    with pytest.raises(ValueError, match=f"resume: expected True, as {has}; another folder starts"):
+    with pytest.raises(ValueError, match=f"resume: expected True, as {has}"):
         run(tmp_path, max_steps=9, resume=False, loss_fn=begun)
     assert run(tmp_path / "new", max_steps=3, resume=False)[1].steps == 3
 
@@ -276,7 +239,7 @@ class Runs:
 
 
 def hostile(path):
-    torch.save({"format": "fastamp.train 6", "model": Runs()}, path)
+    torch.save({"format": "fastamp.train 7", "model": Runs()}, path)
 
 
 DAMAGE = {

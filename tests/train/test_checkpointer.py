@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import random
 import threading
 from pathlib import Path
@@ -15,7 +14,6 @@ from support.streams import Stream
 from support.trainable import CrashError, Loop, crash, make_model, names
 
 import fastamp
-from fastamp import _files as files
 
 
 def crash_at(step):
@@ -97,7 +95,7 @@ OTHERS = {
     "it has optimizer='AdamW', this run 'SGD'": {
         "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     },
-    r"it also has scaler: give them too, or restore\(only=\('model',\)\)": {"scaler": None},
+    r"it also has scaler: give it too, or restore\(only=\('model',\)\)": {"scaler": None},
     r"it has no another: restore\(only=\.\.\.\) names": {"another": torch.nn.Linear(1, 1)},
     "it has scheduler='CosineAnnealingLR', this run 'StepLR'": {
         "scheduler": torch.optim.lr_scheduler.StepLR(
@@ -167,7 +165,7 @@ def test_layers_that_have_changed_places_are_told_by_their_names(name, tmp_path)
         return fastamp.Checkpointer(tmp_path, model=model, **{name: optimizer})
 
     checkpointer_of(Pair("a", "b")).save(1)
-    problem = r"it has \w+\[0\]='a.weight', this run 'b.weight'"
+    problem = r"it has \w+\[0\]='model.a.weight', this run 'model.b.weight'"
     with pytest.raises(fastamp.CheckpointError, match=problem):
         checkpointer_of(Pair("b", "a")).restore()
 
@@ -237,7 +235,7 @@ def test_the_best_one_is_kept_and_can_be_restored(tmp_path):
     again.checkpointer.save(4, metric=-1)
     assert names(tmp_path) == ["step-00000004.pt"]
     Loop(tmp_path / "none").checkpointer.save(1)
-    with pytest.raises(fastamp.CheckpointError, match="best: there is none until step 1: it needs"):
+    with pytest.raises(fastamp.CheckpointError, match="best: there is none until step 1: no save"):
         Loop(tmp_path / "none").checkpointer.restore(best=True)
 
 
@@ -258,29 +256,13 @@ def test_the_best_is_not_forgotten_by_a_run_that_asks_for_none(tmp_path):
         Loop(tmp_path, best="min").checkpointer.restore()
 
 
-def test_what_could_not_be_written_is_an_error_and_the_loop_can_go_on(tmp_path, monkeypatch):
-    loop = Loop(tmp_path, best="max")
-    loop.checkpointer.save(1, metric=1)
-    create = files.os.fsync
-    monkeypatch.setattr(files.os, "fsync", fail)
-    with pytest.raises(OSError, match=r"step-00000002\.pt cannot be written: No space"):
-        loop.checkpointer.save(2, metric=2)
-    assert names(tmp_path) == ["step-00000001.pt"]
-    monkeypatch.setattr(files.os, "fsync", create)
-    loop.checkpointer.save(2, metric=0)
-    assert torch.load(tmp_path / "step-00000002.pt", weights_only=True)["best"]["step"] == 1
-
-
-def fail(_):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_checkpoint_of_a_later_step_is_not_overtaken(finished, tmp_path):
-    loop, before = Loop(finished), names(finished)
-    text = "step: expected at least 6, the newest checkpoint's, which restore\\(\\) resumes, got 3"
-    with pytest.raises(ValueError, match=text):
-        loop.checkpointer.save(3)
-    assert names(finished) == before
+def test_a_checkpoint_of_a_later_step_is_not_overtaken(tmp_path):
+    first = Loop(tmp_path)
+    first.checkpointer.save(6)
+    for loop in (first, Loop(tmp_path)):
+        with pytest.raises(ValueError, match="step: expected an integer of at least 6, got 3"):
+            loop.checkpointer.save(3)
+    assert names(tmp_path) == ["step-00000006.pt"]
 
 
 class Meter:
@@ -310,13 +292,7 @@ def test_a_model_whose_state_leaves_out_parameters_is_refused_at_the_start(tmp_p
         fastamp.Checkpointer(tmp_path, model=model)
 
 
-UNREAD = [
-    np.zeros(3),
-    np.float64(1),
-    {"best": Path("a path")},
-    {1: {Path("key"): 2}},
-    {np.int64(1): 2},
-]
+UNREAD = [np.zeros(3), np.float64(1), {"best": Path("a path")}, {np.int64(1): 2}]
 NOT_PICKLED = [lambda: 0, threading.Lock()]
 
 
@@ -361,9 +337,9 @@ WRONG_STEPS += [(1, 0, "every: .*1, got 0")]
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"model": 5}, TypeError, "model: expected an object with state_dict and"),
-        ({"optimizer": 5}, TypeError, "optimizer: expected an object with state_dict and"),
-        ({"loader": [1]}, TypeError, "load_state_dict, as fastamp.DataLoader, got list"),
+        ({"model": 5}, TypeError, "model: expected state_dict and"),
+        ({"optimizer": 5}, TypeError, "optimizer: expected state_dict and"),
+        ({"loader": [1]}, TypeError, "loader: expected .* got list"),
         ({"rng": make_model()}, ValueError, "rng: expected another name"),
         ({"keep": 0}, ValueError, "keep: expected an integer of at least 1, got 0"),
         ({"best": "loss"}, ValueError, "best: expected None, 'min' or 'max', got 'loss'"),

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from support.trainable import Loop, names, run
 
-from fastamp.train import folder as folders
+from fastamp.train import checkpointer
 
 
 def test_another_run_that_saves_in_the_folder_is_told_at_the_next_save(tmp_path):
     first, second = Loop(tmp_path).checkpointer, Loop(tmp_path).checkpointer
     first.save(1)
     text = rf"{tmp_path}: step-00000002\.pt cannot be written: another run has saved step-"
-    with pytest.raises(FileExistsError, match=text + r"00000001\.pt in this folder since"):
+    with pytest.raises(FileExistsError, match=text + r"00000001\.pt in this folder"):
         second.save(2)
     first.save(3)
     assert names(tmp_path) == ["step-00000001.pt", "step-00000003.pt"]
@@ -23,14 +23,14 @@ def test_another_run_that_saves_in_the_folder_is_told_at_the_next_save(tmp_path)
 def test_two_runs_that_begin_at_once_lose_nothing(tmp_path, monkeypatch):
     """The second one begins while the first one writes, and removes what looks left behind."""
     folder = tmp_path / "new"
-    first, write = Loop(folder).checkpointer, folders.Folder.publish
+    first, write = Loop(folder).checkpointer, checkpointer.write_file
 
-    def publish_late(*args):
+    def write_slowly(*args, **kwargs):
         monkeypatch.undo()
+        write(*args, **kwargs)
         Loop(folder).checkpointer.save(2)
-        write(*args)
 
-    monkeypatch.setattr(folders.Folder, "publish", publish_late)
+    monkeypatch.setattr(checkpointer, "write_file", write_slowly)
     with pytest.raises(FileExistsError, match=r"another run has saved step-00000002\.pt"):
         first.save(1)
     assert names(folder) == ["step-00000002.pt"]
@@ -50,12 +50,12 @@ def test_all_that_is_there_when_a_run_begins_is_its_own(tmp_path):
 def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    checkpointer = Loop(tmp_path / "run").checkpointer
-    checkpointer.save(1)
+    saving = Loop(tmp_path / "run").checkpointer
+    saving.save(1)
     monkeypatch.setattr("secrets.token_hex", lambda _: "known")
     (tmp_path / "run" / ".step-known.part").symlink_to(victim)
     with pytest.raises(FileExistsError, match="cannot be written: File exists"):
-        checkpointer.save(2)
+        saving.save(2)
     assert victim.read_text() == "mine"
 
 
@@ -63,15 +63,12 @@ def refuse(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("fails", ["the state", "the renaming"])
-def test_a_save_that_fails_is_neither_the_newest_nor_the_best(fails, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["torch.nn.Module.state_dict", "os.fsync", "pathlib.Path.replace"])
+def test_a_save_that_fails_is_neither_the_newest_nor_the_best(call, tmp_path, monkeypatch):
     loop = Loop(tmp_path, keep=2, best="min")
     loop.checkpointer.save(1, metric=5.0)
     with monkeypatch.context() as patch:
-        if fails == "the state":
-            patch.setattr(loop.model, "state_dict", refuse)
-        else:
-            patch.setattr(Path, "replace", refuse)
+        patch.setattr(call, refuse)
         with pytest.raises(OSError, match="No space left"):
             loop.checkpointer.save(3, metric=1.0)
     loop.checkpointer.save(2, metric=2.0)

@@ -139,7 +139,7 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
     expected = four.run(2, train_from_a_list, None)
     four.run(2, train_from_a_list, tmp_path, 5)
     for text in four.run(4, train_from_a_list, tmp_path):
-        assert ": 2 ranks wrote it, another number of them needs a fastamp.DataLoader with" in text
+        assert ": 2 ranks wrote it, other numbers need a fastamp.DataLoader(shard=True)" in text
     resumed = four.run(2, train_from_a_list, tmp_path)
     assert bits(resumed[0]) == bits(expected[0])
     assert [r["seen"] for r in resumed] == [r["seen"][3:] for r in expected]

@@ -11,33 +11,18 @@ import fastamp
 
 # requested, as written: what use_amp=None, use_amp=True with a GPU and everything else give.
 TABLE = {
-    64: ("64-true", "16-mixed", "64-true"),
-    "64": ("64-true", "16-mixed", "64-true"),
-    "64-true": ("64-true", "16-mixed", "64-true"),
-    32: ("32-true", "16-mixed", "32-true"),
-    "32": ("32-true", "16-mixed", "32-true"),
-    "32-true": ("32-true", "16-mixed", "32-true"),
-    16: ("16-mixed", "16-mixed", "32-true"),
-    "16": ("16-mixed", "16-mixed", "32-true"),
-    "16-mixed": ("16-mixed", "16-mixed", "32-true"),
-    "16-true": ("16-true", "16-mixed", "32-true"),
-    "bf16": ("bf16-mixed", "bf16-mixed", "32-true"),
-    "bf16-mixed": ("bf16-mixed", "bf16-mixed", "32-true"),
-    None: ("32-true", "16-mixed", "32-true"),
-    "no": ("32-true", "16-mixed", "32-true"),
-    "fp16": ("16-mixed", "16-mixed", "32-true"),
-    torch.float64: ("64-true", "16-mixed", "64-true"),
+    **dict.fromkeys([64, "64", "64-true", torch.float64], ("64-true", "16-mixed", "64-true")),
+    **dict.fromkeys([32, "32", "32-true", None, "no"], ("32-true", "16-mixed", "32-true")),
+    **dict.fromkeys([16, "16", "16-mixed", "fp16"], ("16-mixed", "16-mixed", "32-true")),
+    **dict.fromkeys(["bf16", "bf16-mixed"], ("bf16-mixed", "bf16-mixed", "32-true")),
     torch.float32: ("32-true", "16-mixed", "32-true"),
     torch.float16: ("16-mixed", "16-mixed", "32-true"),
     torch.bfloat16: ("bf16-mixed", "bf16-mixed", "32-true"),
+    "16-true": ("16-true", "16-mixed", "32-true"),
     "bf16-true": ("bf16-true", "bf16-mixed", "32-true"),
-    "transformer-engine": ("transformer-engine", "transformer-engine", "32-true"),
-    "transformer-engine-float16": (
-        "transformer-engine-float16",
-        "transformer-engine-float16",
-        "32-true",
-    ),
 }
+for name in ("transformer-engine", "transformer-engine-float16"):
+    TABLE[name] = (name, name, "32-true")
 
 
 @pytest.mark.parametrize("requested", TABLE, ids=repr)

@@ -127,7 +127,7 @@ def test_a_learning_rate_of_a_callable_that_has_changed_is_refused_with_both(tmp
 
     with pytest.raises(CrashError):
         run(tmp_path, optimizer=make_optimizer, loss_fn=act_at(4, crash), **fields)
-    names_both = r"learning rates \[0.1, 1.0\] of groups, this run's optimizer \[0.2"
+    names_both = r"learning rates of groups=\[0.1, 1.0\], this run \[0.2"
     with pytest.raises(CheckpointError, match=names_both):
         run(tmp_path, optimizer=make_optimizer, **fields)
     _, result = run(tmp_path, optimizer=make_optimizer, **fields)

@@ -20,26 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
-from fastamp.bench.gpt import GPT, Shape, read_library
 from fastamp.train.batches import Batches
-
-# Each choice with and without validation data, but not all pairs.
-
-
-def test_a_small_gpt_learns_the_interpreters_sources():
-    """In nats for a byte: 5.5 is knowing nothing, 3.3 knowing how frequent each byte is."""
-    train, validation = read_library()
-    torch.manual_seed(0)
-    model = GPT(Shape(layers=1, heads=2, width=64, block_size=32))
-    data = fastamp.TokenDataset(train[:40_000], 32)
-    held_out = fastamp.TokenDataset(validation[:2_000], 32)
-    result = fine_tune(model, data, held_out, TrainConfig(use_amp=True))
-    assert result.steps == len(result.train_loss.steps) == 3 * math.ceil(len(data) / 32)
-    assert result.train_loss.values[-10:].mean() < 3.2
-    assert result.val_loss.values[-1] < 3.2
-    precision = "16-mixed" if torch.cuda.is_available() else "32-true"
-    text = rf"{result.steps} steps in {precision}, \d skipped\ntrain_loss: 5\."
-    assert re.match(text, str(result))
 
 
 def test_a_step_makes_few_calls_of_python():
@@ -62,7 +43,7 @@ def test_a_step_makes_few_calls_of_python():
     model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 2))
     config = TrainConfig(epochs=1, batch_size=8, device="cpu", loss_fn=loss_fn, log_every=1000)
     fine_tune(model, make_data(8 * 50), config=config)
-    assert len(names) <= 20 * 114
+    assert len(names) <= 20 * 101
 
 
 def digits():
@@ -218,15 +199,6 @@ def test_optimizers_are_torchs_and_adams_are_fused(name, monkeypatch):
     assert defaults["weight_decay"] == 0.03
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_sparse_gradients_are_trained(name):
-    model = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Linear(4, 3))
-    before = model[0].weight.detach().clone()
-    config = TrainConfig(optimizer=name, weight_decay=0, max_steps=2, device="cpu")
-    fine_tune(model, (torch.arange(10), torch.arange(10) % 3), config=config)
-    assert (model[0].weight != before).any(1).tolist() == [True] * 10 + [False] * 10
-
-
 def test_a_compiled_model_is_trained_as_the_plain_one():
     compiled, plain = make_model(), make_model()
     for model in (torch.compile(compiled, backend="eager"), plain):
@@ -251,33 +223,28 @@ def test_the_result_is_bounded_and_pickles():
     held_out = tuple(column[:50] for column in data)
     result = fine_tune(torch.nn.Linear(1, 1), data, held_out, config)
     assert (result.steps, len(result.train_loss.steps)) == (4200, 2101)
-    assert list(result.phase_s) == ["data", "forward", "backward", "step", "evaluate"]
-    assert all(seconds > 0 for seconds in result.phase_s.values())
-    assert result.samples_per_s > 1
+    assert re.match(r"4200 steps in 32-true, 0 skipped\ntrain_loss: \d\S+ to", str(result))
     assert str(pickle.loads(pickle.dumps(result))) == result.summary()
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch_size": 0}, r"batch_size: expected an integer from 1 to 2\*\*63 - 1, got 0"),
-        ({"max_steps": 1.5}, "max_steps: expected an integer from 1 to .* or None, got 1.5"),
-        ({"lr": "fast"}, "lr: expected a number above 0, got 'fast'"),
-        ({"max_norm": 0}, "max_norm: expected a number above 0 or None, got 0"),
-        ({"weight_decay": -1}, "weight_decay: expected a number of at least 0, got -1"),
-        ({"optimizer": "lion"}, "one of adamw, adam, sgd, adagrad, got 'lion'"),
+        ({"batch_size": 0}, "batch_size: expected int above 0, got 0"),
+        ({"max_steps": 1.5}, "max_steps: expected int or None above 0, got 1.5"),
+        ({"lr": "fast"}, "lr: expected float above 0, got 'fast'"),
+        ({"max_norm": 0}, "max_norm: expected float or None above 0, got 0"),
+        ({"weight_decay": -1}, "weight_decay: expected float of at least 0, got -1"),
+        ({"optimizer": "lion"}, "one of adamw, adam, sgd, adagrad or a callable, got 'lion'"),
         ({"schedule": "step"}, "schedule: expected one of cosine, linear, constant, got 'step'"),
-        ({"precision": "bf16-true"}, "precision: expected a name for one of .*, got 'bf16-true'"),
-        (
-            {"loss_fn": functional.l1_loss, "model_call": ModelCall()},
-            "loss_fn: expected None beside",
-        ),
+        ({"precision": "bf16-true"}, "precision: expected one of .*bf16-mixed, got 'bf16-true'"),
+        ({"loss_fn": max, "model_call": ModelCall()}, "loss_fn: expected None beside"),
         ({"loss_fn": 3}, "loss_fn: expected Callable or None, got 3"),
         ({"model_call": ModelCall}, "model_call: expected ModelCall or None, got <class"),
-        ({"lr": 10**400}, "lr: expected a number above 0, got 1000"),
         ({"resume": "no"}, "resume: expected bool, got 'no'"),
-        ({"checkpoint_dir": 5}, "checkpoint_dir: expected a path or None, got 5"),
-        ({"seed": 2**63}, "seed: expected an integer from 0 to .*, got 9223372036854775808"),
+        ({"checkpoint_dir": 5}, "checkpoint_dir: expected str or PathLike or None, got 5"),
+        ({"seed": 2**63}, "seed: expected int of at least 0, got 9223372036854775808"),
+        ({"epochs": np.bool_(1)}, "epochs: expected int above 0, got True"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(fields, message):
@@ -292,8 +259,6 @@ def test_numpys_numbers_are_pythons():
     config = TrainConfig(**numpys)
     assert config == TrainConfig(**given)
     assert [type(getattr(config, name)) for name in given] == [*map(type, given.values())]
-    with pytest.raises(ValueError, match=r"epochs: expected an integer from 1 to .*, got True"):
-        TrainConfig(epochs=np.bool_(1))
 
 
 class Weighted(torch.nn.Module):
@@ -337,52 +302,31 @@ def test_a_loss_of_the_models_own_is_trained_once(tmp_path):
     assert "loss_fn" not in torch.load(tmp_path / "step-00000002.pt", weights_only=True)
 
 
-def test_parameters_that_no_checkpoint_would_hold_are_refused():
-    loss = Weighted()
-    config = TrainConfig(optimizer=lambda own: torch.optim.SGD([*own, *loss.parameters()], 0.1))
-    with pytest.raises(ValueError, match="optimizer: expected parameters of the model or"):
-        fine_tune(make_model(), make_data(), config=config)
-
-
-def test_the_best_of_no_evaluation_is_refused():
-    config = TrainConfig(keep_best=True)
-    with pytest.raises(ValueError, match="keep_best: expected val_data, whose loss says"):
-        fine_tune(make_model(), make_data(), config=config)
-
-
 @pytest.mark.parametrize(
     ("data", "fields", "error", "message"),
     [
-        (7, {}, TypeError, "train_data: expected a Dataset, tensors, .*, got int"),
-        ([], {}, ValueError, "train_data: has no samples"),
-        (torch.ones(0, 4), {}, ValueError, "train_data: has no samples"),
-        ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"train_data\[1\]: has 3 rows, and tr"),
+        (7, {}, TypeError, "train_data: expected a Dataset, tensors, .* got int"),
+        ([], {}, ValueError, "num_samples=0"),
+        ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"arrays\[1\]: has 3 rows"),
         (DataLoader([]), {"max_steps": 2}, ValueError, "train_data: no sample in this pass"),
         (iter([make_data(8)]), {"epochs": 2}, ValueError, "an iterator can be read only once"),
         (iter([]), {"schedule": "cosine"}, ValueError, "schedule: 'cosine' needs max_steps"),
         ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
-        ((torch.ones(40, 8).tolist(), [0] * 40), {}, TypeError, r"train_data\[0\].* got float"),
-        ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"train_data\['y'\].* got int"),
+        ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"arrays\['y'\].* got int"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message):
     model = make_model()
     with pytest.raises(error, match=message):
         fine_tune(model, data, config=TrainConfig(**{"schedule": "constant", **fields}))
-    with pytest.raises(ValueError, match="model: Dropout has no parameter that requires"):
+    with pytest.raises(ValueError, match="model: expected a parameter that requires a gradient"):
         fine_tune(torch.nn.Dropout(), make_data())
-    with pytest.raises(TypeError, match="model: expected a Module, got function"):
-        fine_tune(make_model, make_data())
-    with pytest.raises(TypeError, match="config: expected a TrainConfig, got dict"):
-        fine_tune(model, make_data(), config={})
 
 
-@pytest.mark.parametrize("name", ["a copy", "another model"])
-def test_an_optimizer_of_other_parameters_is_refused(name):
+def test_an_optimizer_of_other_parameters_is_refused():
     model = make_model()
-    other = copy.deepcopy(model) if name == "a copy" else torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(other.parameters(), 0.1)
-    with pytest.raises(ValueError, match="optimizer: expected parameters of the model or"):
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
+    with pytest.raises(ValueError, match="optimizer: expected a callable that"):
         run(model=model, optimizer=lambda _: optimizer)
     some = torch.optim.SGD(model[2].parameters(), 0.1)
     before = [p.detach().clone() for p in model.parameters()]
