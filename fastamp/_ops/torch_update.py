@@ -32,7 +32,6 @@ class TorchBackend(NamedTuple):
     @torch.no_grad()
     def apply(
         self,
-        _update: object,
         entries: list[Entry],
         factor: Tensor | None,
         found_inf: Tensor | None,

@@ -19,7 +19,7 @@ from fastamp._ops import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
 RULE = "Muon"
 MODULE = "torch.optim._muon"  # where the class is; its `__module__` says torch.optim
 STATE = "momentum_buffer"
-STATES = ((STATE, ""),), False, "zeros of the gradient"  # as `rules` of the core
+STATES = ((STATE, ""),), False, True  # as `rules` of the core
 OPTIONS = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}
 OPTIONS |= {"adjust_lr_fn", "differentiable"}  # the last one is False: a loaded optimizer has it
 
@@ -72,7 +72,6 @@ class MuonBackend:
     @torch.no_grad()
     def apply(
         self,
-        _update: object,
         read: list[Stack],
         factor: Tensor | None,
         found_inf: Tensor | None,
@@ -109,12 +108,11 @@ class MuonBackend:
     def _pass(
         self, rule: str, group: dict[str, Any], states: Any, grads: list[Tensor], how: Any
     ) -> None:
-        update = _ops.core().Update(rule)
-        step = self._core.read(update, [group], states, grads)
+        step = self._core.read(_ops.core().Update(rule), [group], states, grads)
         if isinstance(step, tuple):
             msg = f"Muon: {step[1]}"
             raise RuntimeError(msg)  # noqa: TRY004 - a reason, not a type
-        self._core.apply(update, step, *how)
+        self._core.apply(step, *how)
 
 
 def _tensors_of(entry: Entry) -> list[Tensor]:

@@ -120,7 +120,6 @@ class NativeStep(NamedTuple):
 
     optimizer: Optimizer
     backend: Any
-    update: Any
     read: Any
     shards: Shards | None
 
@@ -131,7 +130,7 @@ class NativeStep(NamedTuple):
             found_inf = _ops.moved(found_inf, device)
         if factor is not None:
             factor = _ops.moved(factor, device).to(torch.float32)
-        self.backend.apply(self.update, self.read, factor, found_inf, zero_grad)
+        self.backend.apply(self.read, factor, found_inf, zero_grad)
         if self.shards is not None:
             self.shards.note_writes(drops=zero_grad)
         _ops.note_step(self.optimizer)
@@ -192,7 +191,7 @@ def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
         given = (optimizer.param_groups, optimizer.state, None) if shards is None else shards[:3]
         step = backend.read(update, *given)
         if not isinstance(step, tuple):
-            return NativeStep(optimizer, backend, update, step, shards)
+            return NativeStep(optimizer, backend, step, shards)
         if step[0] != "no state":
             break
     return Why(*step)
@@ -214,7 +213,7 @@ def make_state(optimizer: Optimizer) -> str | None:
     if rule == OWN:
         cast(Any, optimizer).make_states(params)
         return None
-    states, counts, first = muon.STATES if rule == muon.RULE else _ops.core().rules[rule][:3]
+    states, counts, as_grad = muon.STATES if rule == muon.RULE else _ops.core().rules[rule][:3]
     for group, param in params:
         names = [name for name, option in states if not option or group.get(option)]
         state: dict[str, Any] = optimizer.state[param]
@@ -228,7 +227,7 @@ def make_state(optimizer: Optimizer) -> str | None:
         elif counts:
             state["step"] = state["step"].to(param.device)
         for name in [name for name in missing if name != "step"]:
-            like = param.grad if first == "zeros of the gradient" else param
+            like = param.grad if as_grad else param
             state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
     return None
 

@@ -48,15 +48,5 @@ def test_a_device_without_a_context_gets_none_when_the_guard_ends():
     assert [emulated.fastamp_emulated_device(-1, 0, contexts), *contexts] == [0, False, False]
 
 
-@pytest.mark.emulated
-def test_a_driver_that_is_too_old_is_named_with_the_oldest_that_serves():
-    refusal = ctypes.CDLL(str(library())).fastamp_emulated_refusal
-    refusal.restype = ctypes.c_char_p
-    assert refusal(13000) == b""
-    assert refusal(12080).startswith(
-        b"the NVIDIA driver is for CUDA 12.8, and the kernels need one for 13.0 or later; update"
-    )
-
-
 def test_they_are_no_backend_of_a_user(compiled):
     assert "emulated" not in fastamp.backends()
