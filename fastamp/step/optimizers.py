@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastamp.step.lean import Lean, refuse
+from fastamp.step.lean import Lean
 
 
 class AdamW(Lean):
@@ -72,10 +72,10 @@ class AdamW(Lean):
         exact: bool = True,
         seed: int = 0,
     ) -> None:
-        refuse(AdamW, amsgrad=amsgrad, differentiable=differentiable)
-        shared: dict[str, Any] = {"moments": moments, "exact": exact, "seed": seed, "lr": lr}
-        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, **shared, **given, decoupled_weight_decay=True)
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        given |= {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        given |= {"moments": moments, "exact": exact, "seed": seed, "decoupled_weight_decay": True}
+        super().__init__(params, **given)
 
 
 class SGD(Lean):
@@ -116,10 +116,9 @@ class SGD(Lean):
         exact: bool = True,
         seed: int = 0,
     ) -> None:
-        refuse(SGD, differentiable=differentiable)
-        shared: dict[str, Any] = {"moments": moments, "exact": exact, "seed": seed, "lr": lr}
-        given = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-        super().__init__(params, **shared, **given, weight_decay=weight_decay, maximize=maximize)
+        given = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        given |= {"weight_decay": weight_decay, "maximize": maximize, "moments": moments}
+        super().__init__(params, **given, differentiable=differentiable, exact=exact, seed=seed)
 
 
 class Lion(Lean):

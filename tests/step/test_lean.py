@@ -388,10 +388,10 @@ def test_a_state_of_an_older_torch_is_loaded(backend):
 @pytest.mark.parametrize(
     ("name", "spoil", "said"),
     [
-        ("exp_avg_scale", torch.Tensor.half, " of parameter 0 is torch.float16, expected"),
-        ("low", torch.Tensor.half, " of parameter 0 is torch.float16, expected"),
-        ("exp_avg", lambda _: torch.zeros(8), r" of parameter 1 has the shape \(8,\)"),
-        ("exp_avg", None, "parameter 1 has no exp_avg"),
+        ("exp_avg_scale", torch.Tensor.half, " of parameter 0 is torch.float16 .* expected float"),
+        ("low", torch.Tensor.half, " of parameter 0 is torch.float16 .* expected uint8"),
+        ("exp_avg", lambda _: torch.zeros(8), r" of parameter 1 is torch.float32 of shape \(8,\)"),
+        ("exp_avg", None, "exp_avg of parameter 1 is missing"),
         ("eps", None, "eps: expected at least"),
         ("groups", None, "groups of"),
     ],
@@ -462,7 +462,6 @@ def test_bytes_of_gpt_2s_layers_are_half(name, nbytes):
         ("AdamW", {"eps": "x"}, "eps: expected a number, got 'x'"),
         ("AdamW", {"seed": -1}, "seed: expected an integer"),
         ("SGD", {"dampening": 0.5}, "dampening=0.5: fastamp.SGD does not support .* torch.optim"),
-        ("SGD", {"nesterov": True}, "nesterov=True: expected a momentum above 0"),
         ("SGD", {"momentum": -1}, "momentum: expected a number of at least 0, got -1"),
     ],
 )
