@@ -25,7 +25,7 @@ from fastamp._ops.types import (
     PLAIN_TYPES,
     Clip,
     Entry,
-    GradStats,
+    StepReport,
     Why,
     entries_of,
     is_spread,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastamp._ops import fallback
 from fastamp._ops.choose import backend_for
-from fastamp._ops.types import Clip, GradStats, Reduced, moved
+from fastamp._ops.types import Clip, Reduced, StepReport, moved
 
 
 class Part:
@@ -54,13 +54,13 @@ class Grads:
         """All gradients, of DTensors this rank's shards."""
         return [tensor for part in self._parts for tensor in part.tensors]
 
-    def measure(self, clip: Clip) -> GradStats:
+    def measure(self, clip: Clip) -> StepReport:
         """Read every element once; the tensors of `clip` lie on `device`."""
         first, *others = self._parts
         if self._reduce is not None:
             return fallback.finish(self._reduce(self._parts), clip)
         if first.backend is not None and not others:
-            return GradStats(first.backend.grad_stats(first.packed, *clip))
+            return StepReport(first.backend.grad_stats(first.packed, *clip))
         return fallback.finish(fallback.add_up([part.reduce() for part in self._parts]), clip)
 
     def rescale_(self, factor: Tensor) -> None:

@@ -166,7 +166,8 @@ class Lean(Optimizer):
             else:
                 expected[each.name] = shape, "float32 or bfloat16"
         for name, (size, dtypes) in expected.items():
-            found, shown = theirs.get(name), f"state_dict: {name} of parameter {place} is "
+            found: Any = theirs.get(name)
+            shown = f"state_dict: {name} of parameter {place} is "
             _require(found is not None, f"{shown}missing")
             shown += f"{found.dtype} of shape {tuple(found.shape)}, expected {dtypes} of "
             shown += f"{tuple(size)}: something converted it since it was saved"
@@ -183,7 +184,7 @@ class Lean(Optimizer):
         return state
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        """Refuse the options of a group; numbers of NumPy and tensors become floats, for the core."""
+        """Refuse wrong options of a group; make floats of NumPy's and tensors, for the core."""
         name, lr, moments, seed = type(self).__name__, group["lr"], group["moments"], group["seed"]
         for option in ("amsgrad", "differentiable", "dampening"):
             shown = f"{option}={group.get(option)}: fastamp.{name} does not support it; "

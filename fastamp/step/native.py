@@ -44,7 +44,7 @@ class Known(NamedTuple):
     rule: str
     update: Any  # the core's; None for Muon
     unknown: str  # its options that fastamp does not know, as those of a newer torch
-    is_flat: bool  # whether FSDP1 has flattened a parameter
+    is_flat: bool  # whether FSDP1 has flattened a parameter: its gradient is this rank's shard
 
 
 _known: "WeakKeyDictionary[Optimizer, Known]" = WeakKeyDictionary()
@@ -57,14 +57,17 @@ def parameters_of(optimizers: Any) -> list[Tensor]:
     return [*by_id.values()]
 
 
-def prepare(optimizer: Optimizer) -> tuple[Any, Known] | Why:
-    """Return the backend of an optimizer and what is known of it; or say why torch has to step."""
+def prepare(optimizer: Optimizer, *, is_own: bool = False) -> tuple[Any, Known] | Why:
+    """Return the backend of an optimizer and what is known of it; or say why torch has to step.
+
+    A lean optimizer's own `step` looks at no hooks, patches or modes, which are around it.
+    """
     cls: Any = type(optimizer)
     attributes = vars(optimizer)
-    rule = _rule_of(cls, cls.step, getattr(cls, "_init_group", None))
+    rule = OWN if is_own else _rule_of(cls, cls.step, getattr(cls, "_init_group", None))
     if not rule:
         return Why("torch", f"fastamp has no update for {cls.__name__}")
-    if (
+    if not is_own and (
         _ops.has_step_hook(attributes)
         or not _PATCHES.isdisjoint(attributes)
         or ("step" in attributes and not _is_schedulers(attributes["step"], cls.step))
@@ -78,23 +81,21 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Known] | Why:
     known = _known.get(optimizer)
     if known is None or known.rule != rule:
         known = _known[optimizer] = _know(optimizer, rule)
-    if known.unknown:
-        return Why("torch", f"fastamp does not know {cls.__name__}'s {known.unknown}")
-    if backend is None:  # torch's kernels take less time than an update in Python
-        why = Why("torch", f"no compiled code for {device.type}")
-        return (_in_operators(optimizer, device), known) if rule == OWN else why
-    if (
+    why = f"fastamp does not know {cls.__name__}'s {known.unknown}" if known.unknown else ""
+    if backend is None and rule == OWN:
+        _ops.warn_of_fallback(device)
+        backend = _ops.TorchBackend(device, cast(Any, optimizer).rule)
+    elif backend is None:  # torch's kernels take less time than an update in Python
+        why = why or f"no compiled code for {device.type}"
+    elif (
         device.type == "cuda"
         and torch.cuda.is_current_stream_capturing()
         and not all(group.get("fused") or group.get("capturable") for group in groups)
     ):  # torch raises its error: the graph would hold the learning rate and the host's count
-        return Why("torch", "a graph captures a group that is neither fused nor capturable")
-    return (muon.MuonBackend(backend) if rule == muon.RULE else backend), known
-
-
-def _in_operators(optimizer: Any, device: torch.device) -> _ops.TorchBackend:
-    _ops.warn_of_fallback(device)
-    return _ops.TorchBackend(device, optimizer.rule)
+        why = "a graph captures a group that is neither fused nor capturable"
+    elif rule == muon.RULE:
+        backend = muon.MuonBackend(backend)
+    return Why("torch", why) if why else (backend, known)
 
 
 def _know(optimizer: Any, rule: str) -> Known:
@@ -106,13 +107,8 @@ def _know(optimizer: Any, rule: str) -> Known:
         update = core.Update(optimizer.rule, True)
     elif core is not None:
         update, known = core.Update(rule), _COMMON.union(core.rules[rule][3])
-    is_flat = any(map(is_fsdp1s, parameters_of([optimizer])))
+    is_flat = any(hasattr(p, "_fsdp_flattened") for p in parameters_of([optimizer]))
     return Known(rule, update, ", ".join(sorted(options - known)), is_flat)
-
-
-def is_fsdp1s(parameter: Tensor) -> bool:
-    """Say whether FSDP1 has flattened a parameter: its gradient is this rank's shard."""
-    return hasattr(parameter, "_fsdp_flattened")
 
 
 class NativeStep(NamedTuple):
@@ -139,9 +135,7 @@ class NativeStep(NamedTuple):
 def read(optimizer: Optimizer) -> NativeStep | Why:
     """Read an optimizer, of DTensors this rank's shards; or say why torch has to step."""
     prepared = prepare(optimizer)
-    if isinstance(prepared, Why):
-        return prepared
-    return _read(optimizer, prepared[0], prepared[1].update)
+    return prepared if isinstance(prepared, Why) else _read(optimizer, *prepared)
 
 
 def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | Why:
@@ -161,26 +155,21 @@ def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | Why:
 
 
 def read_own(optimizer: Optimizer) -> NativeStep | Why:
-    """Read a lean optimizer for its own `step`, whatever hooks and patches are around that."""
-    device = _device_of(optimizer.param_groups)
-    backend: Any = _ops.backend_for(device) or _in_operators(optimizer, device)
-    known = _known.get(optimizer) or _known.setdefault(optimizer, _know(optimizer, OWN))
-    step = _read(optimizer, backend, known.update)
-    return _name(step, optimizer, backend, known.update) if isinstance(step, Why) else step
-
-
-def _name(why: Why, optimizer: Optimizer, backend: Any, update: Any) -> Why:
-    """Name the parameter that the core refuses."""
+    """Read a lean optimizer for its own `step`, or name the parameter that the core refuses."""
+    backend, known = cast(Any, prepare(optimizer, is_own=True))
+    step = _read(optimizer, backend, known)
+    if not isinstance(step, Why):
+        return step
     for place, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             alone = {**group, "params": [param]}
-            refusal = backend.read(update, [alone], optimizer.state, None)
-            if isinstance(refusal, tuple) and refusal[0] == why.kind:
-                return Why(why.kind, f"param_groups[{place}]['params'][{index}]: {refusal[1]}")
-    return why
+            refusal = backend.read(known.update, [alone], optimizer.state, None)
+            if isinstance(refusal, tuple) and refusal[0] == step.kind:
+                return Why(step.kind, f"param_groups[{place}]['params'][{index}]: {refusal[1]}")
+    return step
 
 
-def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
+def _read(optimizer: Optimizer, backend: Any, known: Known) -> NativeStep | Why:
     step: Any = NO_STATE
     for makes_state in (False, True):
         if makes_state and (reason := make_state(optimizer)):
@@ -189,7 +178,7 @@ def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
         if isinstance(shards, str):
             return Why("torch", shards)
         given = (optimizer.param_groups, optimizer.state, None) if shards is None else shards[:3]
-        step = backend.read(update, *given)
+        step = backend.read(known.update, *given)
         if not isinstance(step, tuple):
             return NativeStep(optimizer, backend, step, shards)
         if step[0] != "no state":

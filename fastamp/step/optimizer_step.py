@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from fastamp._ops import Clip, untraced
+from fastamp._ops import Clip, StepReport, untraced
 from fastamp.step.arguments import as_bound, check_group, check_optimizers
 from fastamp.step.make_step import make_step
-from fastamp.step.report import StepReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -72,7 +72,7 @@ class AdamW(Lean):
         exact: bool = True,
         seed: int = 0,
     ) -> None:
-        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        given: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         given |= {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
         given |= {"moments": moments, "exact": exact, "seed": seed, "decoupled_weight_decay": True}
         super().__init__(params, **given)
@@ -116,7 +116,12 @@ class SGD(Lean):
         exact: bool = True,
         seed: int = 0,
     ) -> None:
-        given = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        given: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "nesterov": nesterov,
+        }
         given |= {"weight_decay": weight_decay, "maximize": maximize, "moments": moments}
         super().__init__(params, **given, differentiable=differentiable, exact=exact, seed=seed)
 

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import Clip, GradStats
+from fastamp._ops import Clip, StepReport
 from fastamp.step.arguments import as_bound, check_group, check_optimizers
 from fastamp.step.make_step import (
     NOTHING_CHECKED,
@@ -22,7 +22,7 @@ from fastamp.step.make_step import (
     measure,
     rescale,
 )
-from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters
+from fastamp.step.nonfinite import NonFinite, nonfinite_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -175,7 +175,7 @@ class GradScaler(torch.amp.GradScaler):
                 raise TypeError(msg)
             norm = None if max_norm is None else self.clip_grad_norm_(optimizers[0], max_norm)
             results = [super().step(optimizers[0], *args, **kwargs)]
-            stats = cast(GradStats, _read_before(states))
+            stats = cast(StepReport, _read_before(states))
             self._skipped.on(stats.found_inf.device).add_(stats.found_inf)
             stats = stats if norm is None else stats.replace(norm=norm)
             self.last_step = StepReport(stats.values, f"torch's: {by_torch}")
@@ -376,13 +376,13 @@ def _joined(states: list[dict[str, Any]], device: torch.device | None = None) ->
     return torch.stack([first, *others]).amax() if others else first
 
 
-def _read_before(states: list[dict[str, Any]]) -> GradStats | None:
+def _read_before(states: list[dict[str, Any]]) -> StepReport | None:
     """Return the statistics of earlier reads in this iteration; None if there were none."""
     found_inf = _joined(states)
     if found_inf is None:
         return None
-    stats: GradStats | None = states[0].get("stats")
+    stats: StepReport | None = states[0].get("stats")
     # Those of separate `unscale_` calls are each of one optimizer.
     if stats is None or any(state.get("stats") is not stats for state in states):
-        return GradStats(_ops.unread(found_inf))
+        return StepReport(_ops.unread(found_inf))
     return stats.replace(found_inf=found_inf)

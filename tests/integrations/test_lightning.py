@@ -31,7 +31,7 @@ from support.trainers import (
 from support.training import assert_same_bits
 
 import fastamp
-from fastamp.step.report import StepReport
+from fastamp.step import StepReport
 
 pytest.importorskip("lightning.pytorch")
 

@@ -1,6 +1,5 @@
-"""What a step found: its report, and the gradients that are not finite."""
+"""The gradients that are not finite, by their parameters' names."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,35 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastamp import _ops
-from fastamp._ops import GradStats
-
-
-class StepReport(GradStats):
-    """What one step found and did: 0-dim tensors on the gradients' device, read without a wait.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> report = fastamp.optimizer_step(torch.optim.SGD([weight]), max_norm=1.0)
-        >>> report.norm, report.clip_coef, report.skipped
-        (tensor(5.), tensor(0.2000), False)
-    """
-
-    def __init__(self, values: Tensor | Sequence[Tensor] | None, way: str) -> None:
-        self.values = values
-        self.way = way
-        """How the step was made: "native", by fastamp, in one call of the core or, with Muon
-        and over ranks, in several; "fallback", a lean optimizer's in torch's operators; or
-        "torch's: " and the reason, by the optimizer's own `step`."""
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the optimizer left the parameters as they were; waits for the device."""
-        return bool(self.found_inf.item())
-
-    def __repr__(self) -> str:
-        names = ("norm", "clip_coef", "found_inf", "scale", "way")
-        return f"StepReport({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 class _Counts(NamedTuple):
