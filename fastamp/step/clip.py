@@ -26,16 +26,16 @@ def clip_grad_norm_(
 
     The gradients are read once, and written once only if their norm is too large. Squares are
     summed in float64: unlike torch's, the norm cannot overflow and is exact to the last float32
-    bit. DTensors may have any placements on meshes of the same ranks, mixed with plain tensors that
-    are the same on all these ranks: one all-reduce a group. In torch.compile it is torch's.
+    bit. DTensors may be mixed with plain tensors that are the same on all their ranks. In
+    torch.compile it is torch's.
 
     Args:
-        parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
-            layouts and devices. Those without a gradient are skipped.
+        parameters: a tensor or an iterable of tensors, those with a `.grad` of any shapes, dtypes,
+            layouts and devices.
         max_norm: largest norm of the gradients afterwards.
         norm_type: order of the norm; other orders than 2 are torch's own functions'.
         error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
-        foreach: accepted for compatibility; fastamp always handles the list as a whole.
+        foreach: has no effect.
 
     Returns:
         The norm before clipping, a 0-dim tensor on the first gradient's device, of DTensors a
@@ -43,8 +43,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; nothing is changed.
-        TypeError: `max_norm` is not a number.
-        ValueError: `max_norm` is NaN or below 0.
+        TypeError, ValueError: `max_norm` is not a number, NaN, or below 0.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -77,9 +76,7 @@ def get_total_norm(
 
     Args:
         tensors: a tensor or an iterable of tensors; any shapes, dtypes, layouts and devices.
-        norm_type: as in `clip_grad_norm_`.
-        error_if_nonfinite: as in `clip_grad_norm_`.
-        foreach: as in `clip_grad_norm_`, as are the results and errors.
+        norm_type, error_if_nonfinite, foreach: as in `clip_grad_norm_`.
 
     Example:
         >>> fastamp.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])

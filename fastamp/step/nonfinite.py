@@ -19,8 +19,7 @@ class _Counts(NamedTuple):
 class NonFinite(_Counts):
     """One gradient with values that are not finite: name, n_nan, n_inf, first_index.
 
-    `first_index` is an index of the flattened gradient, of a DTensor of this rank's shard; for one
-    index per dimension, use torch.unravel_index.
+    The index is of the flattened gradient, of a DTensor of this rank's shard.
 
     Example:
         >>> entry = fastamp.step.NonFinite("weight", n_nan=0, n_inf=1, first_index=5)
@@ -40,13 +39,6 @@ def nonfinite_parameters(module: torch.nn.Module) -> list[NonFinite]:
 
     Call it after a step that was skipped and before the gradients are cleared; it reads all of them
     and waits for the device. Each rank names what it holds; of a DTensor its shard.
-
-    Args:
-        module: its named parameters are checked; those without a gradient are left out.
-
-    Returns:
-        One entry for each such parameter: the name, the number of NaN, the number of inf, and the
-        index of the first of either. `rank` is this rank.
 
     Raises:
         TypeError: `module` is not a module.

@@ -31,8 +31,7 @@ def optimizer_step(
             checked, as in torch.
         zero_grad: set the gradients to None afterwards, also after a skipped step. Call
             `optimizer.zero_grad()` all the same where another loss sends gradients into these
-            parameters, as an actor's does into a critic, and after an error of the backward pass
-            that the loop catches, as out of memory: half a gradient is left.
+            parameters, and after an error of the backward pass that the loop catches.
         process_group: ranks that hold different gradients and skip together; see `GradScaler`.
 
     Returns:

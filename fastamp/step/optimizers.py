@@ -10,11 +10,9 @@ from fastamp.step.lean import Lean
 class AdamW(Lean):
     """torch.optim.AdamW that keeps its moments, and the weights, in fewer bytes.
 
-    A step, also a bare `step`, is one call of fastamp's core for all parameters. Without compiled
-    code it is made in torch's operators, with the same bits, but many times slower.
-
-    Bytes of a parameter and its state, beside the gradient: float32 has 12, as torch's; bfloat16
-    with `exact` has 4, and moments 8, 4 or 2 more.
+    A step, also a bare `step`, is one call of fastamp's core. Without compiled code it is made in
+    torch's operators, with the same bits, but many times slower. A bfloat16 parameter takes 4 bytes
+    with `exact`, and moments 8, 4 or 2 more; float32 ones take 12, as torch's.
 
     **A bare `step` does not check gradients, as in torch. With `moments="8bit"` one that is not
     finite spoils the moments of its whole block of 256 elements.** `optimizer_step` with a
@@ -29,13 +27,13 @@ class AdamW(Lean):
         weight_decay: decoupled weight decay.
         amsgrad, differentiable: False; True is not supported.
         maximize: maximize the objective.
-        foreach, capturable, fused: have no effect: the update is always fused, and on CUDA every
-            step but the first can be captured in a graph.
-        moments: how both moments are kept: "float32"; "bfloat16"; or "8bit", with a scale for each
-            block of 256 elements. There tensors of one dimension, of rows shorter than 64 elements,
-            or that are not contiguous keep float32. The second moment is rounded randomly.
-        exact: keep the lower 16 bits of bfloat16 parameters: all updates are bit-identical to those
-            of float32 weights. With False nothing is kept, and updates are rounded randomly.
+        foreach, capturable, fused: have no effect; on CUDA every step but the first can be captured
+            in a graph.
+        moments: "float32", "bfloat16", or "8bit", with a scale for each block of 256 elements.
+            There tensors of one dimension, of rows shorter than 64 elements, or that are not
+            contiguous keep float32. The second moment is rounded randomly.
+        exact: keep the lower 16 bits of bfloat16 parameters: updates are bit-identical to those of
+            float32 weights. With False nothing is kept, and updates are rounded randomly.
         seed: of random rounding, the same on all ranks; see csrc/step/formats.h.
 
     Raises:
@@ -116,22 +114,17 @@ class SGD(Lean):
         exact: bool = True,
         seed: int = 0,
     ) -> None:
-        given: dict[str, Any] = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "nesterov": nesterov,
-        }
-        given |= {"weight_decay": weight_decay, "maximize": maximize, "moments": moments}
-        super().__init__(params, **given, differentiable=differentiable, exact=exact, seed=seed)
+        given: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        given |= {"nesterov": nesterov, "weight_decay": weight_decay, "maximize": maximize}
+        given |= {"differentiable": differentiable, "moments": moments}
+        super().__init__(params, **given, exact=exact, seed=seed)
 
 
 class Lion(Lean):
     """Lion, with its momentum and the weights in fewer bytes; see `AdamW`.
 
-    A parameter moves by `lr` times the sign of an average of gradients: Chen et al. 2023, "Symbolic
-    discovery of optimization algorithms", program 1. Its rate is 3 to 10 times smaller than
-    AdamW's, and its weight decay as many times larger.
+    A parameter moves by `lr` times the sign of an average of gradients (Chen et al. 2023, "Symbolic
+    discovery of optimization algorithms"). Use 3 to 10 times AdamW's decay, and as small a rate.
 
     Args:
         params, lr, weight_decay, maximize, exact, seed: as in `AdamW`.

@@ -34,15 +34,11 @@ _CALLED = {"unscale_", "_unscale_grads_", "_maybe_opt_step", "_check_inf_per_dev
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that unscales, checks, clips and steps with one read of the gradients.
 
-    On the CPU and CUDA, one call of fastamp's core makes the whole step of torch's Adam, AdamW
-    and SGD, if the optimizer is fused or was given neither `fused` nor `foreach`. torch's Muon gets
-    products of stacked matrices. The state stays torch's, and nothing waits for the device. Any
-    other optimizer, and one with a step hook, costs one in-place multiply, left out when the factor
-    is 1, and one read of a flag, before its own `step`.
-
-    DTensors may have any placements on meshes of the same ranks. With them, and with a
-    `process_group`, all ranks get the same norm, found_inf and scale: one all-reduce a group. Each
-    updates what it holds.
+    On the CPU and CUDA fastamp's core makes the step of torch's Adam, AdamW, SGD and Muon, if they
+    are fused or were given neither `fused` nor `foreach`; the state stays torch's, and nothing
+    waits for the device. Any other optimizer, and one with a step hook, costs one multiply in place
+    and one read of a flag, before its own `step`. With DTensors, and with a `process_group`, all
+    ranks get the same norm, found_inf and scale.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval: as in
@@ -52,8 +48,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: the scale never falls below this.
         max_scale: the scale never grows above this.
         process_group: ranks that hold different gradients: the shards of FSDP1, or the stages of a
-            pipeline; with DDP none. It has all ranks of the DTensors' meshes. A pickled or copied
-            scaler has none.
+            pipeline; it has all ranks of DTensors' meshes. A copied or pickled scaler has none.
 
     Raises:
         ValueError: a scale is not above 0, or `init_scale` not between the two bounds.
@@ -127,8 +122,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients, check them, clip them to `max_norm`, and step if all are finite.
 
         A gradient that is not finite skips the step if the scaler is enabled or `max_norm` is set;
-        else the gradients are not read, as in torch. Afterwards `last_step` says what happened, and
-        `.grad` is unscaled and clipped. After a skipped step it still holds every inf and NaN.
+        else the gradients are not read, as in torch. Afterwards `.grad` is unscaled and clipped.
 
         Args:
             optimizer: applies the gradients. Several in a list or tuple are clipped to one norm,
@@ -216,12 +210,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Tensor:
         """Unscale the gradients, check them and clip them, in place, for use before the step.
 
-        If a gradient is not finite they are only unscaled, and the next `step` skips without a
-        second read, also with `enabled=False`.
-
-        Args:
-            optimizer: owns the gradients, which may be unscaled already; one or several.
-            max_norm: largest norm of all unscaled gradients together.
+        If one is not finite they are only unscaled, and the next `step` skips without a second
+        read, also with `enabled=False`. The arguments are those of `step`; the gradients may be
+        unscaled already.
 
         Returns:
             The norm of the unscaled gradients before clipping, a 0-dim tensor.
