@@ -24,7 +24,6 @@ try:
 except ImportError:  # the folder of the sources
     NO_CUDA = "nothing was built"
 
-_KNOWN = ("cuda", "cpu", "fallback")  # best first
 Table: TypeAlias = tuple[Any, bool]
 """The ops of the core for a type of device, and whether that device is apart from the host."""
 
@@ -79,8 +78,7 @@ def _check_available(name: str, source: str) -> str:
     """Return the name of an available backend, or raise an error that lists what there is."""
     available = [*_tables(), "fallback"]
     if name not in available:
-        why = "is not available here" if name in _KNOWN else "is not a backend"
-        msg = f"{source}={name!r} {why}; available: {', '.join(available)}"
+        msg = f"{source}={name!r} is not available here; available: {', '.join(available)}"
         raise RuntimeError(msg)
     return name
 

@@ -73,11 +73,8 @@ def mix(bits: Tensor, key: int) -> Tensor:
 
 def key_of(seed: int, step: int) -> int:
     """Return the key of a step: of an optimizer's seed and the count of steps."""
-
-    def mixed(bits: int, key: int) -> int:
-        return int(mix(torch.tensor(_signed(bits), dtype=torch.int32), key))
-
-    return mixed(step, mixed(seed, 0x9E3779B9))
+    of_seed = mix(torch.tensor(_signed(seed), dtype=torch.int32), 0x9E3779B9)
+    return int(mix(torch.tensor(step, dtype=torch.int32), int(of_seed)))
 
 
 def noise_of(states: list[Tensor], weights: Tensor, key: int) -> Tensor:
@@ -128,8 +125,12 @@ def encode(values: Tensor, *, signed: bool, noise: Tensor | None = None) -> tupl
     rounded randomly.
     """
     blocks, top, least = _in_blocks(values), _TOPS[signed], _LEAST[signed]
-    scales, inverses = _scales_of(blocks.abs().amax(dim=2, keepdim=True), top)
-    scaled = blocks.abs() * inverses
+    largest = blocks.abs().amax(dim=2, keepdim=True)
+    inverse_top = torch.tensor(1.0, dtype=torch.float32) / top
+    is_finite, is_zero = largest < torch.inf, largest < _SMALLEST
+    scales = torch.where(is_finite, largest * inverse_top, torch.inf).masked_fill(is_zero, 0.0)
+    inverses = torch.where(is_finite, torch.full_like(largest, top) / largest, 0.0)
+    scaled = blocks.abs() * inverses.masked_fill(is_zero, 0.0)
     limited = torch.where(scaled < top, scaled, top).clamp_(min=least)
     added: Any = 1 << _DROPPED - 1
     if noise is not None:
@@ -139,15 +140,6 @@ def encode(values: Tensor, *, signed: bool, noise: Tensor | None = None) -> tupl
     if signed:
         codes |= bits_of(blocks) >> 24 & 128
     return _in_rows(codes, values.shape).to(torch.uint8), scales[..., 0]
-
-
-def _scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Return the scales of blocks with these largest magnitudes, and what values are scaled by."""
-    inverse_top = torch.tensor(1.0, dtype=torch.float32) / top
-    is_finite, is_zero = largest < torch.inf, largest < _SMALLEST
-    scales = torch.where(is_finite, largest * inverse_top, torch.inf)
-    inverses = torch.where(is_finite, torch.full_like(largest, top) / largest, 0.0)
-    return scales.masked_fill(is_zero, 0.0), inverses.masked_fill(is_zero, 0.0)
 
 
 class State(NamedTuple):

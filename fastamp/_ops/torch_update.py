@@ -5,7 +5,7 @@ It gets the core's bits, and takes many times as long.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from fastamp._ops import fallback, formats
 from fastamp._ops.types import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
 
+Group: TypeAlias = dict[str, Any]
+Tensors: TypeAlias = tuple[Tensor, ...]
 _PART = 1 << 18  # elements: 1 MiB of float32 stays in the caches, and torch uses all its threads
 
 
@@ -101,14 +103,8 @@ def _update_one(rule: str, entry: Entry, factor: float) -> None:
             each.write(held, new, noise)
 
 
-def _adam(
-    group: dict[str, Any],
-    step: int,
-    grad: Tensor,
-    weights: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-) -> tuple[Tensor, ...]:
+def _adam(group: Group, step: int, grad: Tensor, weights: Tensor, *moments: Tensor) -> Tensors:
+    exp_avg, exp_avg_sq = moments
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     weights = weights * (1 - lr * group["weight_decay"])
     if 1 - beta1 >= 0.5:  # interpolated from the nearer end, as torch.lerp does
@@ -122,9 +118,7 @@ def _adam(
     return weights - change, exp_avg, exp_avg_sq
 
 
-def _sgd(
-    group: dict[str, Any], _step: int, grad: Tensor, weights: Tensor, *buffers: Tensor
-) -> tuple[Tensor, ...]:
+def _sgd(group: Group, _step: int, grad: Tensor, weights: Tensor, *buffers: Tensor) -> Tensors:
     momentum, decay = group["momentum"], group["weight_decay"]
     grad = grad + weights * decay if decay else grad
     after = [buffer * momentum + grad for buffer in buffers]
@@ -133,16 +127,14 @@ def _sgd(
     return weights - grad * float(group["lr"]), *after
 
 
-def _lion(
-    group: dict[str, Any], _step: int, grad: Tensor, weights: Tensor, exp_avg: Tensor
-) -> tuple[Tensor, ...]:
+def _lion(group: Group, _step: int, grad: Tensor, weights: Tensor, exp_avg: Tensor) -> Tensors:
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     change = (exp_avg * beta1 + grad * (1 - beta1)).sign() * lr
     weights = weights * (1 - lr * group["weight_decay"]) - change
     return weights, exp_avg * beta2 + grad * (1 - beta2)
 
 
-RULES: dict[str, Callable[..., tuple[Tensor, ...]]] = {"Adam": _adam, "SGD": _sgd, "Lion": _lion}
+RULES: dict[str, Callable[..., Tensors]] = {"Adam": _adam, "SGD": _sgd, "Lion": _lion}
 
 
 def _power(base: float, exponent: int) -> float:

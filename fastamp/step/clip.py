@@ -57,12 +57,12 @@ def clip_grad_norm_(
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     max_norm, norm_type = as_bound("max_norm", max_norm), float(norm_type)
     read = _hold(grads, norm_type, parameters)
-    if read is None:
-        return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    stats = read.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
-    _check_finite(stats.norm, error_if_nonfinite)
-    read.rescale_(stats.factor)
-    return _ops.replicated(stats.norm, grads)
+    if read is not None:
+        stats = read.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
+        if not error_if_nonfinite or stats.norm.isfinite():  # else torch raises its error
+            read.rescale_(stats.factor)
+            return _ops.replicated(stats.norm, grads)
+    return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 @torch.no_grad()
@@ -74,9 +74,7 @@ def get_total_norm(
 ) -> Tensor:
     """Return the norm of all tensors together, as `torch.nn.utils.get_total_norm`, but exact.
 
-    Args:
-        tensors: a tensor or an iterable of tensors; any shapes, dtypes, layouts and devices.
-        norm_type, error_if_nonfinite, foreach: as in `clip_grad_norm_`.
+    Tensors may have any shapes, dtypes, layouts and devices; the rest is as in `clip_grad_norm_`.
 
     Example:
         >>> fastamp.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
@@ -84,11 +82,11 @@ def get_total_norm(
     """
     tensors, norm_type = _as_list(tensors), float(norm_type)
     read = _hold(tensors, norm_type)
-    if read is None:
-        return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    norm = read.measure(_ops.Clip()).norm
-    _check_finite(norm, error_if_nonfinite)
-    return _ops.replicated(norm, tensors)
+    if read is not None:
+        norm = read.measure(_ops.Clip()).norm
+        if not error_if_nonfinite or norm.isfinite():
+            return _ops.replicated(norm, tensors)
+    return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -100,12 +98,3 @@ def _hold(tensors: list[Tensor], order: float, owners: Iterable[Tensor] = ()) ->
     """Return gradients as fastamp reads them; None if torch has to, or there are none."""
     is_torchs = order != 2 or torch.compiler.is_compiling()
     return None if is_torchs else _ops.hold(tensors, owners=owners)
-
-
-def _check_finite(norm: Tensor, error_if_nonfinite: object) -> None:
-    """Raise torch's error."""
-    if error_if_nonfinite and not norm.isfinite():
-        msg = "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it "
-        msg += "cannot be clipped. To disable this error and scale the gradients by the "
-        msg += "non-finite norm anyway, set `error_if_nonfinite=False`"
-        raise RuntimeError(msg)

@@ -249,7 +249,6 @@ def _require(is_valid: object, message: str) -> None:
 
 def _check_parameters(group: dict[str, Any], place: int) -> None:
     """Refuse parameters that no step could update, and say where 8 bits save little."""
-    flat = {}
     for index, param in enumerate(group["params"]):
         name = f"param_groups[{place}]['params'][{index}]"
         if param.requires_grad and param.dtype not in formats.DTYPES:
@@ -257,17 +256,14 @@ def _check_parameters(group: dict[str, Any], place: int) -> None:
             raise TypeError(msg)
         placements: Any = getattr(param, "placements", ())
         by_rows = all(each.is_replicate() or each.is_shard(0) for each in placements)
-        if group["moments"] == "8bit" and not by_rows:
-            msg = f"moments='8bit': {name} is a DTensor that is not sharded by its first dimension "
-            msg += f"but as {placements}; moments='bfloat16' has no blocks"
-            raise ValueError(msg)
-        if group["moments"] == "8bit" and param.dim() < 2:
-            flat[name] = param.numel()
-    count = sum(param.numel() for param in group["params"])
-    if sum(flat.values()) > max(count / 2, _FEW):
-        largest = max(flat, key=lambda name: flat[name])
-        msg = f"moments='8bit' saves nothing for {largest} and others of one dimension, as FSDP1's "
-        msg += "flat parameters: they keep float32; FSDP2 (fully_shard) keeps rows"
+        shown = f"moments='8bit': {name} is a DTensor that is not sharded by its first dimension "
+        shown += f"but as {placements}; moments='bfloat16' has no blocks"
+        _require(by_rows or group["moments"] != "8bit", shown)
+    flat = sum(param.numel() for param in group["params"] if param.dim() < 2)
+    half = sum(param.numel() for param in group["params"]) / 2
+    if group["moments"] == "8bit" and flat > max(half, _FEW):
+        msg = f"moments='8bit' saves nothing for most of param_groups[{place}]: tensors of one "
+        msg += "dimension, as FSDP1's flat parameters, keep float32; FSDP2 (fully_shard) keeps rows"
         warnings.warn(msg, stacklevel=5)
 
 

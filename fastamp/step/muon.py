@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
+from fastamp._ops.types import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
 
 RULE = "Muon"
 MODULE = "torch.optim._muon"  # where the class is; its `__module__` says torch.optim
@@ -116,7 +116,7 @@ class MuonBackend:
 
 
 def _tensors_of(entry: Entry) -> list[Tensor]:
-    """Return the memory of a matrix, of a sharded one this rank's rows."""
+    """Return a matrix, its gradient and its momentum, if there is one."""
     buffer = entry.state.get(STATE)
     return [entry.param, entry.grad] + ([] if buffer is None else [buffer])
 
@@ -127,7 +127,7 @@ def _refusal(entry: Entry) -> str:
     spread = [place for place in getattr(whole, "placements", ()) if not place.is_replicate()]
     if len(spread) > 1 or any(hasattr(p, "split_factor") or not p.is_shard(0) for p in spread):
         return "a matrix is sharded by more than its rows"
-    tensors = _tensors_of(entry)
+    tensors = _tensors_of(entry)  # of a sharded matrix this rank's rows
     is_dense = all(each.layout is torch.strided for each in tensors)
     if not is_dense or whole.dim() != 2 or whole.numel() == 0:
         return "a parameter or gradient is no dense matrix"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import NO_GRADIENT, NO_STATE, Why
+from fastamp._ops.types import NO_GRADIENT, NO_STATE, Why
 from fastamp.step import muon
 from fastamp.step.shards import Shards, shards_of
 
@@ -177,7 +177,7 @@ def _read(optimizer: Optimizer, backend: Any, known: Known) -> NativeStep | Why:
         shards = shards_of(optimizer)
         if isinstance(shards, str):
             return Why("torch", shards)
-        given = (optimizer.param_groups, optimizer.state, None) if shards is None else shards[:3]
+        given = (optimizer.param_groups, optimizer.state, None) if shards is None else shards
         step = backend.read(known.update, *given)
         if not isinstance(step, tuple):
             return NativeStep(optimizer, backend, step, shards)
@@ -193,8 +193,7 @@ def make_state(optimizer: Optimizer) -> str | None:
     On a device the count of steps goes there also where torch keeps it on the host, so that a
     skipped step need not be known there: torch's own step then waits for it.
     """
-    known = _known.get(optimizer)
-    rule = OWN if known is None else known.rule
+    rule = _known[optimizer].rule
     params = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     on_gpu = any(param.device.type == "cuda" for _, param in params)
     if on_gpu and torch.cuda.is_current_stream_capturing():

@@ -111,7 +111,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._skipped_before + sum(int(count.item()) for count in self._skipped.values())
 
     @_ops.untraced
-    def step(  # noqa: C901, PLR0912 - the hot path: no calls of Python to be short
+    def step(  # noqa: C901, PLR0912, PLR0915 - the hot path: no calls of Python to be short
         self,
         optimizer: Optimizer | Sequence[Optimizer],
         *args: Any,
@@ -146,7 +146,14 @@ class GradScaler(torch.amp.GradScaler):
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
         if args or kwargs:
-            args, kwargs = self._checked(args, kwargs, max_norm)
+            if self._enabled and "closure" in kwargs:
+                msg = "Closure use is not currently supported if GradScaler is enabled."
+                raise RuntimeError(msg)
+            if (args or [kwargs.get("closure")])[0] is not None and max_norm is not None:
+                msg = f"{max_norm=} cannot clip gradients that a closure recomputes inside the step"
+                raise RuntimeError(msg)
+            if (args, kwargs) in [((None,), {}), ((), {"closure": None})]:
+                args, kwargs = (), {}
         if max_norm is not None and not (type(max_norm) is float and max_norm >= 0):
             max_norm = as_bound("max_norm", max_norm)
         states = self._states_of(optimizers)
@@ -273,20 +280,6 @@ class GradScaler(torch.amp.GradScaler):
             msg = "zero_grad=True: the last step set all gradients to None; leave it out"
             raise RuntimeError(msg)
         return nonfinite_parameters(module)
-
-    def _checked(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], max_norm: float | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Refuse a closure that would change the gradients; drop a closure of None."""
-        if self._enabled and "closure" in kwargs:
-            msg = "Closure use is not currently supported if GradScaler is enabled."
-            raise RuntimeError(msg)
-        closure = args[0] if args else kwargs.get("closure")
-        if max_norm is not None and closure is not None:
-            msg = f"{max_norm=} cannot clip gradients that a closure recomputes inside the step"
-            raise RuntimeError(msg)
-        is_none = (args, kwargs) in [((None,), {}), ((), {"closure": None})]
-        return ((), {}) if is_none else (args, kwargs)
 
     def _states_of(self, optimizers: list[Optimizer], caller: str = "step") -> list[dict[str, Any]]:
         """Return the optimizers' states in this iteration.

@@ -23,18 +23,15 @@ class Shards(NamedTuple):
     groups: list[dict[str, Any]]
     states: dict[Tensor, Any]
     grads: list[Tensor]
-    parameters: list[Tensor]
-    """The whole parameters, in the gradients' order."""
 
     def note_writes(self, *, drops: bool) -> None:
         """Increment the versions of the whole tensors; `drops` sets their gradients to None."""
-        torch.autograd.graph.increment_version(self.parameters)
-        if drops:
-            for parameter in self.parameters:
-                parameter.grad = None
-        else:
-            grads = [p.grad for p in self.parameters if p.grad is not None]
-            torch.autograd.graph.increment_version(grads)
+        wholes = [whole for group in self.groups for whole in group["wholes"]]
+        torch.autograd.graph.increment_version(wholes)
+        if not drops:
+            torch.autograd.graph.increment_version([p.grad for p in wholes if p.grad is not None])
+        for whole in wholes if drops else ():
+            whole.grad = None
 
 
 @torch.no_grad()
@@ -44,7 +41,7 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:
         return None
     if not any(is_spread(p) for group in optimizer.param_groups for p in group["params"]):
         return None
-    shards = Shards([], {}, [], [])
+    shards = Shards([], {}, [])
     for group in optimizer.param_groups:
         wholes = [param for param in group["params"] if param.grad is not None]
         for param in wholes:
@@ -58,7 +55,6 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:
             {**group, "params": [local_of(param) for param in wholes], "wholes": wholes}
         )
         shards.grads.extend(local_of(param.grad) for param in wholes)
-        shards.parameters.extend(wholes)
     return shards
 
 

@@ -479,7 +479,7 @@ def test_parameters_and_gradients_of_other_kinds_are_refused_by_name():
     with pytest.raises(RuntimeError, match=r"cannot make this step: .*a gradient's dtype, layout"):
         optimizer.step()
     flat = torch.nn.Parameter(torch.zeros(100_000))
-    with pytest.warns(UserWarning, match=r"saves nothing for param_groups\[0\]\['params'\]\[1\]"):
+    with pytest.warns(UserWarning, match=r"saves nothing for most of param_groups\[0\]"):
         fastamp.SGD([weight, flat], momentum=0.9, moments="8bit")
 
 
