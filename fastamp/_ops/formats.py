@@ -35,29 +35,12 @@ def shape_of_scales(tensor: Tensor) -> tuple[int, int]:
     return len(tensor), -(-tensor.shape[1:].numel() // BLOCK_SIZE)
 
 
-def bits_of(values: Tensor) -> Tensor:
-    """Return the bits of float32 values as int32, whose sums and products wrap."""
-    return values.view(torch.int32)
-
-
 def _signed(bits: int) -> int:
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
 
 
 def _canonical(values: Tensor) -> Tensor:
-    return bits_of(values).masked_fill(values.isnan(), 0x7FC00000)
-
-
-def to_halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bfloat16 values, ties away from zero, and the rest as int16."""
-    bits = _canonical(values)
-    return (bits + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
-
-
-def from_halves(high: Tensor, low: Tensor) -> Tensor:
-    """Return the values that `to_halves` had; a zero's negative rest is another weight's."""
-    rest = low.masked_fill((high == 0) & (low < 0), 0)
-    return ((high.view(torch.int16).int() << 16) + rest).view(torch.float32)
+    return values.view(torch.int32).masked_fill(values.isnan(), 0x7FC00000)
 
 
 def mix(bits: Tensor, key: int) -> Tensor:
@@ -86,8 +69,8 @@ def noise_of(states: list[Tensor], weights: Tensor, key: int) -> Tensor:
     else:
         places = (torch.arange(weights.numel(), device=weights.device) % row).to(torch.int32)
         places = places.as_strided(weights.shape, weights.stride())  # in the order of memory
-    bits = bits_of(weights) * _signed(0x9E3779B1) + places
-    return mix(bits ^ bits_of(states[0]) if states else bits, key)
+    bits = weights.view(torch.int32) * _signed(0x9E3779B1) + places
+    return mix(bits ^ states[0].view(torch.int32) if states else bits, key)
 
 
 def round_randomly(values: Tensor, noise: Tensor) -> Tensor:
@@ -136,9 +119,9 @@ def encode(values: Tensor, *, signed: bool, noise: Tensor | None = None) -> tupl
     if noise is not None:
         shift = _DROPPED - 16
         added = ((_in_blocks(noise) >> 16 & 0xFFFF) << shift) + (1 << shift - 1)
-    codes = bits_of(limited + (1 - least)) + added - _ONE >> _DROPPED
+    codes = (limited + (1 - least)).view(torch.int32) + added - _ONE >> _DROPPED
     if signed:
-        codes |= bits_of(blocks) >> 24 & 128
+        codes |= blocks.view(torch.int32) >> 24 & 128
     return _in_rows(codes, values.shape).to(torch.uint8), scales[..., 0]
 
 
@@ -199,27 +182,27 @@ def names_of(rule: str, group: dict[str, Any], state: dict[str, Any]) -> list[st
     return [each.codes if each.codes in state else each.name for each in states]
 
 
-def low_of(state: dict[str, Any]) -> Tensor:
-    """View a lower half as int16: it is pairs of bytes, which gloo and NCCL can gather."""
-    low: Tensor = state["low"].view(torch.int16)[..., 0]
-    return low
-
-
 def read_weights(param: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return a parameter's float32 weights."""
-    if "low" in state and param.dtype == torch.bfloat16:
-        return from_halves(param, low_of(state))
-    return param.float()
+    """Return a parameter's float32 weights.
+
+    The lower half is pairs of bytes, which gloo and NCCL can gather. A zero's negative one belongs
+    to another weight.
+    """
+    if "low" not in state or param.dtype != torch.bfloat16:
+        return param.float()
+    low: Tensor = state["low"].view(torch.int16)[..., 0]
+    rest = low.masked_fill((param == 0) & (low < 0), 0)
+    return ((param.view(torch.int16).int() << 16) + rest).view(torch.float32)
 
 
 def write_weights(
     param: Tensor, state: dict[str, Any], weights: Tensor, noise: Tensor | None = None
 ) -> None:
     """Write float32 weights as the parameter keeps them; without noise to the nearest."""
-    if "low" in state and param.dtype == torch.bfloat16:
-        high, low = to_halves(weights)
-        param.copy_(high)
-        low_of(state).copy_(low)
+    if "low" in state and param.dtype == torch.bfloat16:  # ties of the upper half away from zero
+        bits = _canonical(weights)
+        param.copy_((bits + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16))
+        state["low"].view(torch.int16)[..., 0].copy_(bits.to(torch.int16))
     elif param.dtype == torch.bfloat16 and noise is not None:
         param.copy_(round_randomly(weights, noise))
     else:

@@ -20,8 +20,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 def untraced(function: C) -> C:
     """Have torch.compile break its graph once where a function is called, and not trace it.
 
-    `torch.compiler.disable` does the same, but imports dynamo, which takes a second, and adds a
-    frame to every call. It is used where the name is gone.
+    Without the name `torch.compiler.disable` does it, which takes a second to import.
     """
     try:
         hooks: Any = torch._C._dynamo.eval_frame
@@ -34,32 +33,20 @@ def untraced(function: C) -> C:
 
 
 def has_step_hook(attributes: dict[str, Any]) -> bool:
-    """Say whether hooks run around an optimizer's step, from its attributes: torch then steps.
-
-    Without the names an optimizer counts as hooked, and torch makes all steps.
-    """
-    return bool(
-        _BEFORE_STEPS
-        or _AFTER_STEPS
-        or attributes.get("_optimizer_step_pre_hooks", True)
-        or attributes.get("_optimizer_step_post_hooks", True)
-    )
+    """Say whether hooks run around an optimizer's step; without the names they do."""
+    get = attributes.get
+    own = get("_optimizer_step_pre_hooks", True) or get("_optimizer_step_post_hooks", True)
+    return bool(own or _BEFORE_STEPS or _AFTER_STEPS)
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Note that a step was made, as the wrapper of torch's schedulers around `step` does.
-
-    A scheduler warns if it steps before its optimizer. Without the name it would warn.
-    """
+    """Note that a step was made, as torch's schedulers do, or they would warn of none."""
     if "step" in vars(optimizer):
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the shard of a DTensor, or any other tensor itself.
-
-    `to_local` makes a view of a parameter's, and takes five times as long.
-    """
+    """Return the shard of a DTensor, or any other tensor: `to_local` would make a view."""
     return getattr(tensor, "_local_tensor", tensor)
 
 

@@ -37,7 +37,7 @@ class TorchBackend(NamedTuple):
         entries: list[Entry],
         factor: Tensor | None,
         found_inf: Tensor | None,
-        drops: bool,  # noqa: FBT001 - the core's signature
+        drops: bool,  # noqa: FBT001
     ) -> None:
         """Multiply the gradients and update, unless `found_inf` is 1.0."""
         if found_inf is None or not found_inf.item():
@@ -53,7 +53,6 @@ def _refusal(rule: str, entry: Entry) -> Why | None:
     """Say why a parameter cannot be updated, as the core does."""
     group, param, _, grad, state = entry
     names = formats.names_of(rule, group, state)
-    plain = [name.removesuffix("_codes") for name in names if name.endswith("_codes")]
     order, text = _order(param), ""
     if param.dtype not in formats.DTYPES or order != _order(torch.empty_like(param, device="meta")):
         text = "a parameter's dtype, layout or device"
@@ -63,7 +62,7 @@ def _refusal(rule: str, entry: Entry) -> Why | None:
         return NO_STATE
     elif param.dtype == torch.bfloat16 and group["exact"] != ("low" in state):
         text = "low: exact was changed"
-    elif beside := [name for name in plain if name in state]:
+    elif beside := [n for n in state if f"{n}_codes" in names]:
         text = f"{beside[0]} was set beside its codes"
     elif wrong := [name for name in names if _order(state[name]) != order]:
         text = f"{wrong[0]}: its shape or layout"

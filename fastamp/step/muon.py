@@ -75,7 +75,7 @@ class MuonBackend:
         read: list[Stack],
         factor: Tensor | None,
         found_inf: Tensor | None,
-        drops: bool,  # noqa: FBT001 - the core's signature
+        drops: bool,  # noqa: FBT001
     ) -> None:
         """Multiply the gradients and update, unless `found_inf` is 1.0.
 
