@@ -52,10 +52,9 @@ class Lean(Optimizer):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex, on another device or in another order of
-                memory than its parameter; tensors share memory; `exact`, or a parameter's dtype,
-                shape or order of memory, changed after its first step; or a state was set that has
-                8-bit codes. The parameter is named.
+            RuntimeError: a gradient is of another layout or on another device than its parameter;
+                tensors share memory; `exact` or a parameter changed after its first step; or a
+                state was set that has 8-bit codes. The parameter is named.
         """
         loss = None
         if closure is not None:
@@ -80,9 +79,6 @@ class Lean(Optimizer):
     @torch.no_grad()
     def load_master_weights(self, weights: Sequence[Tensor]) -> None:
         """Set the parameters to float32 weights, as `master_weights` returns them.
-
-        Args:
-            weights: one tensor for each parameter, as `master_weights` returns them.
 
         Raises:
             ValueError: their number or a shape differs; nothing is written.
@@ -208,9 +204,6 @@ class Lean(Optimizer):
 
 def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Turn the state of `fastamp.AdamW` or `fastamp.SGD` into one that torch's class can load.
-
-    Args:
-        state_dict: of a lean optimizer; it is not changed.
 
     Returns:
         The groups, and of each parameter float32 states and, of AdamW, the count of steps. Lower

@@ -80,7 +80,7 @@ class SGD(Lean):
     """torch.optim.SGD that keeps its momentum, and the weights, in fewer bytes; see `AdamW`.
 
     Args:
-        params, lr, maximize, foreach, differentiable, fused, exact, seed: as in `AdamW`.
+        params, lr, maximize, exact, seed: as in `AdamW`.
         momentum: of the gradients; 0 keeps no state but the lower halves of exact weights.
         dampening: 0; others are not supported.
         weight_decay: coupled weight decay.
@@ -107,17 +107,13 @@ class SGD(Lean):
         nesterov: bool = False,  # noqa: FBT001, FBT002
         *,
         maximize: bool = False,
-        foreach: bool | None = None,  # noqa: ARG002
-        differentiable: bool = False,
-        fused: bool | None = None,  # noqa: ARG002
         moments: str = "float32",
         exact: bool = True,
         seed: int = 0,
     ) -> None:
         given: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
         given |= {"nesterov": nesterov, "weight_decay": weight_decay, "maximize": maximize}
-        given |= {"differentiable": differentiable, "moments": moments}
-        super().__init__(params, **given, exact=exact, seed=seed)
+        super().__init__(params, **given, moments=moments, exact=exact, seed=seed)
 
 
 class Lion(Lean):

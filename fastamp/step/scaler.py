@@ -71,7 +71,6 @@ class GradScaler(torch.amp.GradScaler):
     """What the last call of `step` found."""
     process_group: "ProcessGroup | None" = None
     _skipped_before = 0  # by the instance that this one was unpickled from
-    _dropped = False  # whether the last step had zero_grad=True
 
     def __init__(
         self,
@@ -157,7 +156,7 @@ class GradScaler(torch.amp.GradScaler):
         if max_norm is not None and not (type(max_norm) is float and max_norm >= 0):
             max_norm = as_bound("max_norm", max_norm)
         states = self._states_of(optimizers)
-        self._dropped = zero_grad = bool(zero_grad)
+        zero_grad = bool(zero_grad)
         is_ready = states[0]["stage"] is OptState.READY
         known = None if is_ready else _read_before(states)
         by_torch = ""
@@ -271,15 +270,13 @@ class GradScaler(torch.amp.GradScaler):
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
         """Name the parameters of a module whose gradients hold inf or NaN.
 
-        See `fastamp.nonfinite_parameters`.
-
-        Raises:
-            RuntimeError: the last step was made with zero_grad=True, and no gradient is left.
+        See `fastamp.nonfinite_parameters`; a module without any gradient is a RuntimeError.
         """
-        if self._dropped and all(parameter.grad is None for parameter in module.parameters()):
-            msg = "zero_grad=True: the last step set all gradients to None; leave it out"
+        found = nonfinite_parameters(module)
+        if all(parameter.grad is None for parameter in module.parameters()):
+            msg = "module: no parameter has a gradient; leave zero_grad=True out of the step"
             raise RuntimeError(msg)
-        return nonfinite_parameters(module)
+        return found
 
     def _states_of(self, optimizers: list[Optimizer], caller: str = "step") -> list[dict[str, Any]]:
         """Return the optimizers' states in this iteration.
