@@ -49,11 +49,6 @@ class Grads:
         self.device = parts[0].device
         """The first gradient's, which the statistics are on."""
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All gradients, of DTensors this rank's shards."""
-        return [tensor for part in self._parts for tensor in part.tensors]
-
     def measure(self, clip: Clip) -> StepReport:
         """Read every element once; the tensors of `clip` lie on `device`."""
         first, *others = self._parts

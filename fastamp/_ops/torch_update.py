@@ -33,11 +33,7 @@ class TorchBackend(NamedTuple):
 
     @torch.no_grad()
     def apply(
-        self,
-        entries: list[Entry],
-        factor: Tensor | None,
-        found_inf: Tensor | None,
-        drops: bool,  # noqa: FBT001
+        self, entries: list[Entry], factor: Tensor | None, found_inf: Tensor | None, drops: object
     ) -> None:
         """Multiply the gradients and update, unless `found_inf` is 1.0."""
         if found_inf is None or not found_inf.item():

@@ -36,13 +36,8 @@ class Lean(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, whose options may differ; see `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
-        group, place = self.param_groups[-1], len(self.param_groups) - 1
-        try:
-            self._check_options(group)
-            _check_parameters(group, place)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+        self._check_options(self.param_groups[-1])
+        _check_parameters(self.param_groups[-1], len(self.param_groups) - 1)
 
     @_ops.untraced
     def step(self, closure: Any = None) -> Any:

@@ -53,13 +53,9 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
 ) -> tuple[StepReport, list[Any]]:
     """Unscale, check, clip and step, unless a gradient is not finite, now or in an earlier read.
 
-    Without a scale and a bound in `clip`, whose tensors may lie on any device, the gradients are
-    not read. `states` are those of torch's scaler, which note what was done; `group` has ranks with
-    other gradients; `known` are the statistics of an earlier read, whose found_inf still counts;
-    `counts` counts skipped steps; `args` and `kwargs` are of the optimizers' `step`.
-
-    Returns:
-        The report, and what each optimizer's `step` returned, None where it was not called.
+    Without a scale and a bound in `clip` the gradients are not read. `states` are those of torch's
+    scaler, which note what was done; `group` has ranks with other gradients; `known` is an earlier
+    read. It returns the report, and what each optimizer's `step` returned, None if not called.
     """
     measures = clip.scale is not None or clip.max_norm is not None
     read_before = None if known is None else known.values
@@ -67,7 +63,7 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
         clip = clip._replace(before=known.found_inf)
     why = Why("torch", "the step has arguments") if args or kwargs else None
     if why is None and group is None:
-        made = _step_at_once(optimizers, clip, counts, measures=measures, zero_grad=zero_grad)
+        made = _step_at_once(optimizers, clip, counts, zero_grad=zero_grad)
         if not isinstance(made, Why):
             values = made if measures else read_before
             return StepReport(values, "native"), [None] * len(optimizers)
@@ -86,7 +82,7 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
             for each in optimizers:  # as torch's scaler does, which tells fused ones to unscale
                 is_fused = all(group.get("fused") for group in each.param_groups)
                 if not is_fused or not getattr(each, "_step_supports_amp_scaling", False):
-                    _refuse_float16(grads)
+                    _refuse_float16(native.parameters_of(optimizers))
         stats = measure(grads, clip, counts)
         factor, found_inf = stats.factor, stats.found_inf
     elif measures:
@@ -99,6 +95,8 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
     if not isinstance(steps, Why):
         for step in steps:
             step.apply(factor, found_inf, zero_grad=zero_grad)
+        for each in optimizers:
+            _ops.note_step(each)
         is_slow = any(isinstance(step.backend, _ops.TorchBackend) for step in steps)
         return StepReport(values, "fallback" if is_slow else "native"), [None] * len(optimizers)
     if measures and grads is not None:
@@ -114,25 +112,20 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
 
 
 def _step_at_once(  # noqa: C901, PLR0912 - the hot path: no calls of Python to be short
-    optimizers: list[Optimizer],
-    clip: Clip,
-    counts: SkipCounts | None,
-    *,
-    measures: bool,
-    zero_grad: bool,
+    optimizers: list[Optimizer], clip: Clip, counts: SkipCounts | None, *, zero_grad: bool
 ) -> Tensor | Why | None:
     """Make the step in one call of the core, which returns its statistics; or say why not."""
     steps: list[Any] = []
     backend: Any = None
+    measures = clip.scale is not None or clip.max_norm is not None
     for each in optimizers:
         prepared = native.prepare(each)
         if isinstance(prepared, Why):
             return prepared
         its_backend, known = prepared
-        if its_backend is not (backend or its_backend) or not hasattr(its_backend, "step"):
-            return Why("halves", "several backends, or one that has halves alone")
-        if measures and known.is_flat:
-            raise ValueError(native.FSDP1)
+        is_apart = its_backend is not (backend or its_backend) or not hasattr(its_backend, "step")
+        if is_apart or (measures and known.is_flat):
+            return Why("halves", "several backends, one that has halves alone, or FSDP1's shards")
         backend = its_backend
         steps.append((known.update, each.param_groups, each.state))
     device, scale, before, skipped = backend.device, clip.scale, clip.before, None
@@ -171,12 +164,13 @@ def grads_to_read(
     """Return the optimizers' gradients on their backends; None where no rank has any."""
     parameters = native.parameters_of(optimizers)
     if measures and group is None and any(hasattr(p, "_fsdp_flattened") for p in parameters):
-        raise ValueError(native.FSDP1)
+        msg = "FSDP1 has flattened parameters of this optimizer: each rank would clip and skip by "
+        msg += "the norm of its own shard. Give process_group=, or use FSDP2 (fully_shard)"
+        raise ValueError(msg)
     tensors = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-    grads = _ops.hold(tensors, group, owners=parameters)
-    if grads is not None and not allow_float16:
-        _refuse_float16(grads)
-    return grads
+    if not allow_float16:
+        _refuse_float16(parameters)
+    return _ops.hold(tensors, group, owners=parameters)
 
 
 def measure(grads: Grads, clip: Clip, counts: SkipCounts | None = None) -> StepReport:
@@ -197,9 +191,9 @@ def rescale(grads: Grads, stats: StepReport, states: list[dict[str, Any]]) -> No
         state["found_inf_per_device"] = {grads.device: stats.found_inf}
 
 
-def _refuse_float16(grads: Grads) -> None:
+def _refuse_float16(parameters: list[Tensor]) -> None:
     """Raise torch's error for float16 gradients, which only fused optimizers support."""
-    if any(grad.dtype == torch.float16 for grad in grads.tensors):
+    if any(p.grad is not None and p.grad.dtype == torch.float16 for p in parameters):
         msg = "Attempting to unscale FP16 gradients."
         raise ValueError(msg)
 

@@ -51,7 +51,10 @@ class MuonBackend:
         for entry in entries:
             if why := _refusal(entry):
                 return Why("torch", why)
-            key = id(entry.group), _ranks_of(entry.whole), entry.whole.shape
+            whole, ranks = entry.whole, None  # each rank has all of it, or some rows
+            for dim, place in enumerate(getattr(whole, "placements", ())):
+                ranks = ranks if place.is_replicate() else whole.device_mesh.get_group(dim)
+            key = id(entry.group), ranks, whole.shape
             stacks.setdefault(key, []).append(entry)
             tensors += _tensors_of(entry)
         if self._core.pack(tensors).rest:
@@ -71,11 +74,7 @@ class MuonBackend:
 
     @torch.no_grad()
     def apply(
-        self,
-        read: list[Stack],
-        factor: Tensor | None,
-        found_inf: Tensor | None,
-        drops: bool,  # noqa: FBT001
+        self, read: list[Stack], factor: Tensor | None, found_inf: Tensor | None, drops: object
     ) -> None:
         """Multiply the gradients and update, unless `found_inf` is 1.0.
 
@@ -128,25 +127,16 @@ def _refusal(entry: Entry) -> str:
     if len(spread) > 1 or any(hasattr(p, "split_factor") or not p.is_shard(0) for p in spread):
         return "a matrix is sharded by more than its rows"
     tensors = _tensors_of(entry)  # of a sharded matrix this rank's rows
-    is_dense = all(each.layout is torch.strided for each in tensors)
-    if not is_dense or whole.dim() != 2 or whole.numel() == 0:
-        return "a parameter or gradient is no dense matrix"
-    if any(t.shape != param.shape or not t.is_contiguous() or t.is_neg() for t in tensors):
-        return "a matrix, gradient or momentum is not contiguous, or of another shape"
-    if any(buffer.dtype != entry.grad.dtype for buffer in tensors[2:]):
-        return "a momentum of another dtype than the gradient"
+    is_unlike = any(t.layout is not torch.strided or t.shape != param.shape for t in tensors)
+    is_unlike |= any(buffer.dtype != entry.grad.dtype for buffer in tensors[2:])
+    if is_unlike or whole.dim() != 2 or whole.numel() == 0:
+        return "a matrix is empty, or its gradient or momentum of another kind"
+    if any(not each.is_contiguous() or each.is_neg() for each in tensors):
+        return "a matrix, gradient or momentum is not contiguous"
     is_known = group["adjust_lr_fn"] in {None, "original", "match_rms_adamw"}
     if not is_known or len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:
         return "adjust_lr_fn, ns_coefficients or ns_steps"
     return ""
-
-
-def _ranks_of(whole: Any) -> Any:
-    """Return the process group that a matrix is sharded over; None if each rank has all of it."""
-    for dim, place in enumerate(getattr(whole, "placements", ())):
-        if not place.is_replicate():
-            return whole.device_mesh.get_group(dim)
-    return None
 
 
 def orthogonalize_(
@@ -218,13 +208,11 @@ def compare_ranks(optimizer: Optimizer, why: Why | None) -> None:
     params: list[Any] = [p for p in given if _ops.is_spread(p)]
     agree = True
     for mesh in dict.fromkeys(p.device_mesh for p in params):
-        has = [p.grad is not None for p in params if p.device_mesh == mesh]
-        answers: list[Any] = [(why is None, has)]
+        answer = hash((why is None, *(p.grad is None for p in params if p.device_mesh == mesh)))
+        most = torch.tensor([answer, -answer], device=mesh.device_type)
         for ranks in mesh.get_all_groups():
-            gathered: list[Any] = [None] * ranks.size()
-            dist.all_gather_object(gathered, answers, ranks)
-            answers = [answer for some in gathered for answer in some]
-        agree = agree and all(answer == answers[0] for answer in answers)
+            dist.all_reduce(most, dist.ReduceOp.MAX, ranks)
+        agree = agree and bool(most[0] == -most[1])
     if not agree:
         msg = "Muon's sharded matrices need the same step hooks, and gradients of the same "
         msg += "matrices, on all ranks" + ("" if why is None else f"; here torch steps: {why.text}")

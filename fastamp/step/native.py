@@ -31,8 +31,6 @@ OWN = "lean"  # its class names the rule
 _COMMON = {"lr", "foreach", "capturable", "differentiable", "fused"}
 
 
-FSDP1 = "FSDP1 has flattened parameters of this optimizer: each rank would clip and skip by the "
-FSDP1 += "norm of its own shard. Give process_group=, or use FSDP2 (fully_shard)"
 # What a step of torch would look at in the optimizer itself.
 _PATCHES = {"_init_group", "grad_scale", "found_inf"}
 _PATCHED = Why("torch", "hooks, patches or modes around the step")
@@ -114,7 +112,6 @@ def _know(optimizer: Any, rule: str) -> Known:
 class NativeStep(NamedTuple):
     """One optimizer's step, read and still to be made: its half after an all-reduce."""
 
-    optimizer: Optimizer
     backend: Any
     read: Any
     shards: Shards | None
@@ -129,7 +126,6 @@ class NativeStep(NamedTuple):
         self.backend.apply(self.read, factor, found_inf, zero_grad)
         if self.shards is not None:
             self.shards.note_writes(drops=zero_grad)
-        _ops.note_step(self.optimizer)
 
 
 def read(optimizer: Optimizer) -> NativeStep | Why:
@@ -140,17 +136,13 @@ def read(optimizer: Optimizer) -> NativeStep | Why:
 
 def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | Why:
     """Read those of several optimizers that have a gradient; or say why torch has to step."""
-    steps, idle = [], []
+    steps = []
     for each in optimizers:
         step = read(each)
         if not isinstance(step, Why):
             steps.append(step)
-        elif step.kind == "no gradient":
-            idle.append(each)
-        else:
+        elif step.kind != "no gradient":
             return step
-    for each in idle if steps else ():
-        _ops.note_step(each)  # which does nothing
     return steps or NO_GRADIENT
 
 
@@ -180,7 +172,7 @@ def _read(optimizer: Optimizer, backend: Any, known: Known) -> NativeStep | Why:
         given = (optimizer.param_groups, optimizer.state, None) if shards is None else shards
         step = backend.read(known.update, *given)
         if not isinstance(step, tuple):
-            return NativeStep(optimizer, backend, step, shards)
+            return NativeStep(backend, step, shards)
         if step[0] != "no state":
             break
     return Why(*step)
@@ -241,7 +233,6 @@ def _rule_of(cls: Any, step: Any, init_group: Any) -> str:
     return "" if is_own or inside[::2] != inside[1::2] else RULES[name]
 
 
-@lru_cache(maxsize=256)
 def _inside(step: Any, module: str) -> Any:
     """Return the function that only torch's decorators wrap; None if there are others.
 

@@ -136,9 +136,8 @@ class GradScaler(torch.amp.GradScaler):
             What `optimizer.step` returned, in a list for several; None where it was not called.
 
         Raises:
-            RuntimeError: `closure=` was given to an enabled scaler, or any closure with `max_norm`;
-                or `step` was called twice since the last `update`, or some optimizers of a list
-                have been unscaled and others not.
+            RuntimeError: a closure with an enabled scaler or `max_norm`; `step` was called twice
+                since the last `update`; or some optimizers of a list are unscaled and others not.
             TypeError, ValueError: as in `optimizer_step`; or one of several optimizers unscales
                 itself, or a gradient is float16 and the optimizer not fused.
         """

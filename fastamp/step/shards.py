@@ -46,8 +46,10 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:
         wholes = [param for param in group["params"] if param.grad is not None]
         for param in wholes:
             state = optimizer.state.get(param) or {}
-            beside = [param.grad, *(value for value in state.values() if is_spread(value))]
-            if not all(_is_spread_as(each, param) for each in beside):
+            beside = [param, param.grad, *(value for value in state.values() if is_spread(value))]
+            # Their meshes, which may be copies, and placements.
+            first, *others = [is_spread(t) and (t.device_mesh, t.placements) for t in beside]
+            if any(other != first for other in others):
                 return "a gradient or state is sharded otherwise than its parameter"
             if state:
                 shards.states[local_of(param)] = {n: local_of(v) for n, v in state.items()}
@@ -56,10 +58,3 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:
         )
         shards.grads.extend(local_of(param.grad) for param in wholes)
     return shards
-
-
-def _is_spread_as(one: Any, other: Any) -> bool:
-    """Say whether two tensors have the same mesh, which may be a copy, and placements, or none."""
-    if not is_spread(one) or not is_spread(other):
-        return is_spread(one) == is_spread(other)
-    return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)
