@@ -139,11 +139,7 @@ def warn_of_fallback(device: torch.device) -> None:
 
 
 def why_fallback(device: torch.device) -> str | None:
-    """Say why the fallback serves a device, or return None if compiled code does.
-
-    Raises:
-        RuntimeError: a graph is being captured, which loading the kernels would break.
-    """
+    """Say why the fallback serves a device; None if compiled code does, which is loaded now."""
     if _only not in (None, device.type):
         return f"FASTAMP_BACKEND={_only} is set. Fix it: unset FASTAMP_BACKEND"
     if device.type not in {"cpu", "cuda"}:

@@ -129,19 +129,11 @@ class State(NamedTuple):
     """A state of a rule, and how it is stored in 16 or 8 bits; see csrc/step/rules.h."""
 
     name: str
+    codes: str  # in 8 bits, which torch's optimizers do not know
+    scale: str  # of the codes
     option: str = ""  # that it depends on
     has_sign: bool = True
     is_random: bool = True  # whether it is rounded randomly, rather than to the nearest
-
-    @property
-    def codes(self) -> str:
-        """The name of its codes in 8 bits, which torch's optimizers do not know."""
-        return f"{self.name}_codes"
-
-    @property
-    def scale(self) -> str:
-        """The name of the scales of its codes."""
-        return f"{self.name}_scale"
 
     def read(self, state: dict[str, Any]) -> Tensor:
         """Return its float32 values."""
@@ -163,11 +155,10 @@ class State(NamedTuple):
             state[self.name].copy_(values)
 
 
-STATES = {
-    "Adam": (State("exp_avg", is_random=False), State("exp_avg_sq", has_sign=False)),
-    "SGD": (State("momentum_buffer", "momentum"),),
-    "Lion": (State("exp_avg"),),
-}
+_FIRST = State("exp_avg", "exp_avg_codes", "exp_avg_scale")
+_SECOND = State("exp_avg_sq", "exp_avg_sq_codes", "exp_avg_sq_scale", has_sign=False)
+_BUFFER = State("momentum_buffer", "momentum_buffer_codes", "momentum_buffer_scale", "momentum")
+STATES = {"Adam": (_FIRST._replace(is_random=False), _SECOND), "SGD": (_BUFFER,), "Lion": (_FIRST,)}
 """Of rules, in the order of csrc/step/rules.h."""
 
 

@@ -1,8 +1,4 @@
-"""A list of gradients, each read by the backend that serves it.
-
-On the CPU and CUDA compiled code reads dense tensors of 32 and 16 bits, and torch's operators all
-others.
-"""
+"""A list of gradients: compiled code reads dense 32 and 16 bits, torch's operators the others."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,12 +55,8 @@ class Grads:
         return fallback.finish(fallback.add_up([part.reduce() for part in self._parts]), clip)
 
     def rescale_(self, factor: Tensor) -> None:
-        """Multiply every element by a 0-dim tensor, rounding once to its dtype.
-
-        Raises:
-            RuntimeError: a tensor cannot be written in place. Only the fallback's tensors can raise
-                this, so they are written before the compiled backends'.
-        """
+        """Multiply every element by a 0-dim tensor, rounding once to its dtype."""
+        # First the fallback's tensors, some of which cannot be written in place: torch's error.
         for part in sorted(self._parts, key=lambda part: part.backend is not None):
             part.rescale_(factor)
 

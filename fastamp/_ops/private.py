@@ -9,10 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as of_all
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -55,21 +52,14 @@ def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=dtype))
 
 
-# Says whether a TorchDispatchMode is on, as allow_mutation_on_saved_tensors or FakeTensorMode: it
-# sees torch's operators only, so torch steps. Without the name modes are not noticed.
+# Says whether a TorchDispatchMode is on, which sees torch's operators only, so that torch steps.
+# Without the name modes are not noticed.
 in_dispatch_mode: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
 
-# Says whether torch's profiler is on, for which a step opens a range of its name. Without the name
-# there is no range.
+# Says whether torch's profiler is on. Without the name there are no ranges for it.
 is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", bool)
 
 
-def _hooks_of(register: Callable[..., Any]) -> Any:
-    """Return the dict that hooks for all optimizers are registered in."""
-    handle = register(lambda *_: None)
-    handle.remove()
-    return handle.hooks_dict_ref()
-
-
-_BEFORE_STEPS = _hooks_of(register_optimizer_step_pre_hook)
-_AFTER_STEPS = _hooks_of(register_optimizer_step_post_hook)
+# Hooks for all optimizers; without the names an optimizer counts as hooked.
+_BEFORE_STEPS = getattr(of_all, "_global_optimizer_pre_hooks", True)
+_AFTER_STEPS = getattr(of_all, "_global_optimizer_post_hooks", True)

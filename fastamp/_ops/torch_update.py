@@ -1,7 +1,4 @@
-"""The update of lean optimizers in torch's operators, where the core does not serve a device.
-
-It gets the core's bits, and takes many times as long.
-"""
+"""The update of lean optimizers in torch's operators: the core's bits in many times its time."""
 
 import math
 from collections.abc import Callable
@@ -72,9 +69,9 @@ def _order(tensor: Tensor) -> tuple[torch.Size, list[int]]:
 
 
 def _update_one(rule: str, entry: Entry, factor: float) -> None:
-    """Update one parameter by csrc/step/rules.h, each operation rounded by itself.
+    """Update one parameter by csrc/step/rules.h, some rows at a time, which stay in the cache.
 
-    It goes by some rows at a time, so that all tensors on the way stay in the cache.
+    Each operation is rounded by itself.
     """
     group, param, _, grad, state = entry
     state["step"] += 1

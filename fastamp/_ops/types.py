@@ -86,11 +86,7 @@ class Clip(NamedTuple):
 
 
 class Why(NamedTuple):
-    """Why a step is not made in one call of the core. What follows depends on the kind alone.
-
-    Torch makes the step; fastamp measures, then updates; the state has to be made first; or there
-    is nothing to do. The text is for people.
-    """
+    """Why a step is not made in one call of the core; what follows depends on the kind alone."""
 
     kind: Literal["torch", "halves", "no state", "no gradient"]
     text: str

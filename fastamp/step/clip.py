@@ -53,10 +53,11 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    parameters = _as_list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     max_norm, norm_type = as_bound("max_norm", max_norm), float(norm_type)
-    read = _hold(grads, norm_type, parameters)
+    is_torchs = norm_type != 2 or torch.compiler.is_compiling()
+    read = None if is_torchs else _ops.hold(grads, owners=parameters)
     if read is not None:
         stats = read.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
         if not error_if_nonfinite or stats.norm.isfinite():  # else torch raises its error
@@ -80,21 +81,12 @@ def get_total_norm(
         >>> fastamp.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    tensors, norm_type = _as_list(tensors), float(norm_type)
-    read = _hold(tensors, norm_type)
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    norm_type = float(norm_type)
+    is_torchs = norm_type != 2 or torch.compiler.is_compiling()
+    read = None if is_torchs else _ops.hold(tensors)
     if read is not None:
         norm = read.measure(_ops.Clip()).norm
         if not error_if_nonfinite or norm.isfinite():
             return _ops.replicated(norm, tensors)
     return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-
-
-def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return one tensor or an iterable of them, as torch.nn.utils takes them, as a list."""
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _hold(tensors: list[Tensor], order: float, owners: Iterable[Tensor] = ()) -> _ops.Grads | None:
-    """Return gradients as fastamp reads them; None if torch has to, or there are none."""
-    is_torchs = order != 2 or torch.compiler.is_compiling()
-    return None if is_torchs else _ops.hold(tensors, owners=owners)

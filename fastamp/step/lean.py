@@ -20,8 +20,7 @@ _STAY = ("moments", "exact", "fused")  # of a group when a state is loaded
 _NOT_LOADED = ("foreach", "capturable")  # of torch's groups, which have no effect here
 _REMEDY = "optimizer.load_state_dict(optimizer.state_dict()) converts a state after a change of "
 _REMEDY += "`exact` or of a parameter, del optimizer.state[parameter] lets it begin anew, "
-_REMEDY += "parameter.data = parameter.data.contiguous() closes gaps in memory, and gradients lie "
-_REMEDY += "in their parameter's order: torch.empty_like(parameter).copy_(parameter.grad)"
+_REMEDY += "p.data = p.data.contiguous() closes gaps, and p.grad lies in memory as p does"
 
 
 class Lean(Optimizer):
@@ -80,9 +79,8 @@ class Lean(Optimizer):
         """
         params = [(group, p) for group in self.param_groups for p in group["params"]]
         shapes = [tuple(local_of(p).shape) for _, p in params]
-        if (given := [tuple(each.shape) for each in weights]) != shapes:
-            msg = f"weights: expected tensors of the shapes {shapes}, got {given}"
-            raise ValueError(msg)
+        given = [tuple(each.shape) for each in weights]
+        _require(given == shapes, f"weights: expected tensors of the shapes {shapes}, got {given}")
         for (group, param), new in zip(params, weights, strict=True):
             if _has_low(group, param) and "low" not in self.state[param]:
                 self.state[param] = self._new_state(group, param)
@@ -122,9 +120,8 @@ class Lean(Optimizer):
         the same ones. Lower halves that were not saved, as by torch's optimizer, become zeros.
 
         Raises:
-            ValueError: the groups or shapes differ from this optimizer's, an option is not
-                supported, or a state has another dtype than it was saved in; the optimizer is
-                unchanged.
+            ValueError: the groups, a shape or a dtype are not those expected, or an option is not
+                supported; the optimizer is unchanged.
         """
         saved, groups, loaded = state_dict["param_groups"], [], {}
         sizes = [[len(group["params"]) for group in each] for each in (saved, self.param_groups)]

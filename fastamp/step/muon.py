@@ -1,7 +1,6 @@
 """torch's Muon, a stack of matrices at a time: momentum, products of the stack, write.
 
-Of sharded matrices each rank multiplies some, which it gathers from all ranks. Left out, so that
-torch steps: matrices sharded by columns, and options that torch's Muon does not have yet.
+Of matrices sharded by rows each rank multiplies some, which it gathers from all ranks.
 """
 
 import math

@@ -29,8 +29,6 @@ RULES = {
 OWN = "lean"  # its class names the rule
 # Options of all torch's optimizers, beside those that a rule declares.
 _COMMON = {"lr", "foreach", "capturable", "differentiable", "fused"}
-
-
 # What a step of torch would look at in the optimizer itself.
 _PATCHES = {"_init_group", "grad_scale", "found_inf"}
 _PATCHED = Why("torch", "hooks, patches or modes around the step")
@@ -74,7 +72,9 @@ def prepare(optimizer: Optimizer, *, is_own: bool = False) -> tuple[Any, Known] 
         return _PATCHED
     groups = optimizer.param_groups
     params = groups[0]["params"] if groups else ()
-    device = params[0].device if type(params) is list and params else _device_of(groups)
+    if type(params) is not list or not params:  # parameters are in any kind of collection
+        params = [param for group in groups for param in group["params"]]
+    device = params[0].device if params else torch.device("cpu")
     backend = _ops.backend_for(device)
     known = _known.get(optimizer)
     if known is None or known.rule != rule:
@@ -182,8 +182,8 @@ def _read(optimizer: Optimizer, backend: Any, known: Known) -> NativeStep | Why:
 def make_state(optimizer: Optimizer) -> str | None:
     """Make missing states as torch's step does; or say why torch has to.
 
-    On a device the count of steps goes there also where torch keeps it on the host, so that a
-    skipped step need not be known there: torch's own step then waits for it.
+    Counts of steps go to the parameter's device, where a skipped step need not be known on the
+    host: torch's own step then waits for them.
     """
     rule = _known[optimizer].rule
     params = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
@@ -254,9 +254,3 @@ def _is_schedulers(step: Any, of_class: Any) -> bool:
         and step.__globals__.get("__name__") == "torch.optim.lr_scheduler"
         and getattr(step, "__wrapped__", None) is of_class
     )
-
-
-def _device_of(groups: Any) -> torch.device:
-    """Return the first parameter's device; parameters are in any kind of collection."""
-    first = next((param for group in groups for param in group["params"]), None)
-    return torch.device("cpu") if first is None else first.device

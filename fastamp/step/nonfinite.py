@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fastamp import _ops
 
@@ -52,25 +51,17 @@ def nonfinite_parameters(module: torch.nn.Module) -> list[NonFinite]:
     if not hasattr(module, "named_parameters"):
         msg = f"module: expected a torch.nn.Module, got {type(module).__name__}"
         raise TypeError(msg)
-    named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
-    finite = [_values_of(_ops.local_of(grad)).isfinite().all() for _, grad in named]
+    named = [(n, _ops.local_of(p.grad)) for n, p in module.named_parameters() if p.grad is not None]
+    values = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in named]
+    finite = [each.isfinite().all() for each in values]
     read = torch.stack([each.to(finite[0].device) for each in finite]).tolist() if finite else []
-    entries = [
-        _count_nonfinite(name, _ops.local_of(grad))
-        for (name, grad), is_finite in zip(named, read, strict=True)
-        if not is_finite
-    ]
-    for entry in entries if dist.is_available() and dist.is_initialized() else ():
-        entry.rank = dist.get_rank()
+    entries = []
+    for (name, grad), its_values, is_finite in zip(named, values, read, strict=True):
+        if not is_finite:
+            bad = grad.to_dense().isfinite().logical_not().reshape(-1)
+            n_nan = int(its_values.isnan().sum())
+            first = int(bad.to(torch.uint8).argmax())
+            entries.append(NonFinite(name, n_nan, int(bad.sum()) - n_nan, first))
+            if dist.is_available() and dist.is_initialized():
+                entries[-1].rank = dist.get_rank()
     return entries
-
-
-def _values_of(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def _count_nonfinite(name: str, grad: Tensor) -> NonFinite:
-    bad = grad.to_dense().isfinite().logical_not()
-    n_nan = int(_values_of(grad).isnan().sum().item())
-    first = int(bad.reshape(-1).to(torch.uint8).argmax().item())
-    return NonFinite(name, n_nan, int(bad.sum().item()) - n_nan, first)

@@ -38,10 +38,9 @@ def optimizer_step(
         What the step found and did; a value that is read on the host waits for the device.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer, `max_norm` not a number, or `process_group` not
-            a process group.
-        ValueError: `max_norm` is NaN or below 0; a list is empty, has an optimizer twice, or has
-            one parameter in two optimizers; or parameters are FSDP1's, without a `process_group`.
+        TypeError: an argument is of another type.
+        ValueError: `max_norm` is NaN or below 0; a list is empty, or has one parameter in two
+            optimizers; or parameters are FSDP1's, without a `process_group`.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)

@@ -165,7 +165,8 @@ class GradScaler(torch.amp.GradScaler):
         for each in optimizers if self._enabled else ():
             kind: Any = type(each)
             if hasattr(each, "grad_scale") or (
-                getattr(each, "_step_supports_amp_scaling", False) and not _is_torchs(kind.step)
+                getattr(each, "_step_supports_amp_scaling", False)
+                and not (getattr(kind.step, "__module__", None) or "").startswith("torch.optim.")
             ):
                 by_torch = "torch's scaler tells the optimizer how to unscale"
         if by_torch:
@@ -245,10 +246,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_ops.untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the loss scale to the steps since the last call, or set it to `new_scale`.
-
-        See `torch.amp.GradScaler.update`, also for what it raises.
-        """
+        """Adapt the loss scale to the steps since the last call, or set it: as torch's `update`."""
         if not self._enabled:
             self._per_optimizer_states.clear()
         elif new_scale is None and self._scale is not None:
@@ -278,10 +276,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _states_of(self, optimizers: list[Optimizer], caller: str = "step") -> list[dict[str, Any]]:
-        """Return the optimizers' states in this iteration.
-
-        Without scaling they are UNSCALED, and taken: `clip_grad_norm_` leaves one for one `step`.
-        """
+        """Return the optimizers' states; without scaling a clip leaves them for one step."""
         needed = "param_groups" if self._enabled else "step"
         if len(optimizers) != 1 or not hasattr(optimizers[0], needed):
             check_optimizers(optimizers, needed)
@@ -338,12 +333,6 @@ def _overrides(cls: Any) -> bool:
         getattr(cls, name) not in (vars(GradScaler).get(name), getattr(stock, name))
         for name in _CALLED
     )
-
-
-@lru_cache(maxsize=64)
-def _is_torchs(step: Any) -> bool:
-    """Say whether an optimizer's step is one of torch's."""
-    return (getattr(step, "__module__", None) or "").startswith("torch.optim.")
 
 
 def _joined(states: list[dict[str, Any]], device: torch.device | None = None) -> Tensor | None:

@@ -13,11 +13,10 @@ __all__ = ["Shards", "is_spread", "shards_of"]
 
 
 class Shards(NamedTuple):
-    """Groups, states and gradients with DTensors replaced by this rank's shards.
+    """Groups, states and gradients with DTensors replaced by this rank's shards, for one step.
 
-    Kernels work element by element, so the result is that of the whole tensors; Muon finds these in
-    "wholes" of the groups. It is made anew for each step, so that nothing can be stale, and changes
-    nothing of the optimizer.
+    Kernels work element by element, so the result is that of the whole tensors, which "wholes" of
+    the groups are.
     """
 
     groups: list[dict[str, Any]]
