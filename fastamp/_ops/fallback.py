@@ -8,8 +8,7 @@ from torch import Tensor
 from fastamp._ops.private import norms_of
 from fastamp._ops.types import PLAIN_TYPES, Clip, Reduced, StepReport
 
-# Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
-# the copy stays in the cache, and the block below the size at which torch starts its threads.
+# Elements converted to float64 at a time; on the CPU fewer than those for which torch has threads.
 _CPU_BLOCK = 1 << 14
 _DEVICE_BLOCK = 1 << 22
 _WIDE = (torch.float64, torch.complex128)

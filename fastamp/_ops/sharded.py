@@ -1,7 +1,7 @@
 """Gradients over ranks: DTensors, and plain tensors over a process group.
 
-Every rank reads what it holds, and divides its sum of squares by the number of ranks that hold the
-same elements. One all-reduce in each process group adds up the sums and the flags of all ranks.
+Every rank divides its sum of squares by the number of ranks that hold the same elements. One
+all-reduce in each process group adds up the sums and the flags.
 """
 
 import math
@@ -35,9 +35,8 @@ def hold(
 ) -> Grads | None:
     """Return gradients as this rank holds them; None if there are none, here or on other ranks.
 
-    The collectives follow from their owners, which all ranks know: a rank without a gradient, as of
-    an expert that no token chose, joins in. Partial DTensors are reduced first: in the `.grad` of
-    the owners, which are given if the gradients will be written, or else into copies.
+    The collectives follow from the owners, which all ranks know: a rank without a gradient joins
+    in. Partial DTensors are reduced first, in the `.grad` of the owners or else into copies.
     """
     owners = list(owners)
     if process_group is None and not any(map(is_spread, [*tensors, *owners])):

@@ -69,10 +69,7 @@ def _order(tensor: Tensor) -> tuple[torch.Size, list[int]]:
 
 
 def _update_one(rule: str, entry: Entry, factor: float) -> None:
-    """Update one parameter by csrc/step/rules.h, some rows at a time, which stay in the cache.
-
-    Each operation is rounded by itself.
-    """
+    """Update one parameter by csrc/step/rules.h, some rows at a time, which stay in the cache."""
     group, param, _, grad, state = entry
     state["step"] += 1
     step, states = int(state["step"].item()), formats.states_of(rule, group)

@@ -18,8 +18,7 @@ from fastamp._ops.types import NO_GRADIENT, NO_STATE, Why
 from fastamp.step import muon
 from fastamp.step.shards import Shards, shards_of
 
-# The class of an optimizer, and its declaration in csrc/step/rules.h. AdamW is an Adam, and Muon's
-# arithmetic is in `muon`.
+# Of a class, its declaration in csrc/step/rules.h. AdamW is an Adam.
 RULES = {
     "torch.optim.adam.Adam": "Adam",
     "torch.optim.sgd.SGD": "SGD",
@@ -216,8 +215,8 @@ def make_state(optimizer: Optimizer) -> str | None:
 def _rule_of(cls: Any, step: Any, init_group: Any) -> str:
     """Return the rule that a class follows; "" if it follows none.
 
-    A subclass follows its base's if it overrides nothing that torch's step calls. torch wraps
-    `step` on each class: what is compared is the function inside.
+    A subclass overrides nothing that torch's step calls. torch wraps `step` on each class: what is
+    compared is the function inside.
     """
     names = {f"{base.__module__}.{base.__qualname__}": base for base in cls.__mro__}
     name = next((name for name in names if name in RULES), None)

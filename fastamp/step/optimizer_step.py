@@ -22,8 +22,7 @@ def optimizer_step(
 ) -> StepReport:
     """Clip the gradients to `max_norm`, check them, and step if all are finite, in one call.
 
-    It does the same as `GradScaler(enabled=False).step`, and replaces `clip_grad_norm_`,
-    `optimizer.step()` and, with `zero_grad`, `optimizer.zero_grad()`.
+    It replaces `clip_grad_norm_`, `optimizer.step()` and, with `zero_grad`, `zero_grad()`.
 
     Args:
         optimizer: applies the gradients; several in a list or tuple are clipped to one norm.
