@@ -34,7 +34,6 @@ class Backend:
     ) -> ReadStep | tuple[str, str]: ...
     def apply(
         self,
-        update: Update,
         step: ReadStep,
         factor: Tensor | None,
         found_inf: Tensor | None,
@@ -76,9 +75,9 @@ class Region:
 
 built_with_cuda: bool
 cpu_ops: OpTable
-cuda_ops: OpTable
+cuda_ops: OpTable | None
 has_exchange_table: bool
-rules: dict[str, tuple[tuple[tuple[str, str], ...], bool, str, list[str]]]
+rules: dict[str, tuple[tuple[tuple[str, str], ...], bool, bool, list[str]]]
 
 def gather(arrays: list[Tensor], rows: Tensor, outs: list[Tensor], num_threads: int) -> None: ...
 def check_device(device_index: int) -> None: ...

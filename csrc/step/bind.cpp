@@ -14,21 +14,23 @@ PackedTensors pack(const Backend& backend, const py::object& tensors) {
   if (!packed.tensors) throw py::error_already_set();
   static thread_local Ranges ranges;
   ranges.clear();
-  std::vector<std::optional<TensorView>> found;
-  for (const py::handle tensor : packed.tensors) {
+  const auto count = static_cast<std::int64_t>(py::len(packed.tensors));
+  for (std::int64_t i = 0; i < count; ++i) {
+    const py::handle tensor = PyTuple_GET_ITEM(packed.tensors.ptr(), i);
     dlpack::Tensor read{};
     const bool is_dense = read_dense(tensor, backend.device, read);
     const auto format = is_dense ? format_of(read.dtype) : std::nullopt;
-    found.emplace_back();
-    if (format) found.back() = {read.data, read.numel(), *format};
-    ranges.add(read.data, format ? read.numel() * size_of(*format) : 0);
+    if (!format) {
+      packed.rest.push_back(i);
+      continue;
+    }
+    packed.views.push_back({read.data, read.numel(), *format});
+    ranges.add(read.data, read.numel() * size_of(*format));
   }
-  for (const std::size_t place : ranges.overlapping()) found[place].reset();
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    if (found[i])
-      packed.add(*found[i]);
-    else
-      packed.rest.push_back(static_cast<std::int64_t>(i));
+  if (ranges.overlap()) {
+    packed.views.clear();
+    packed.rest.resize(static_cast<std::size_t>(count));
+    std::iota(packed.rest.begin(), packed.rest.end(), 0);
   }
   return packed;
 }
@@ -119,7 +121,7 @@ void define_step(py::module_& module) {
   define_update(module, backend);
   module.attr("cpu_ops") = cpu_ops();
   module.attr("cuda_ops") = cuda_ops();
-  module.attr("built_with_cuda") = built_with_cuda();
+  module.attr("built_with_cuda") = cuda_ops() != nullptr;
 }
 
 }  // namespace fastamp

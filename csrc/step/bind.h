@@ -42,15 +42,10 @@ struct PackedTensors {
   py::object tensors;  ///< a tuple or list of all of them, `rest` included
   TensorList views;
   std::vector<std::int64_t> rest;  ///< indices of the tensors that the core does not handle
-
-  /// Adds a view of one of the tensors; skips an empty one.
-  void add(const TensorView& view) {
-    if (view.numel > 0) views.push_back(view);
-  }
 };
 
-/// Finds tensors that share memory, in whole or in part, so that no two threads write the same. It
-/// remembers the order of addresses, which is mostly that of the next step: nothing is sorted then.
+/// Finds whether tensors share memory, which two threads would write. It remembers the order of
+/// addresses, which is mostly that of the next step: nothing is sorted then.
 class Ranges {
  public:
   void clear() { all_.clear(); }
@@ -59,26 +54,22 @@ class Ranges {
     const auto begin = nbytes == 0 ? 0 : reinterpret_cast<std::uintptr_t>(data);
     all_.push_back({begin, begin + static_cast<std::uintptr_t>(nbytes)});
   }
-  /// Returns the places of those that overlap one before them in memory; without them none do.
-  std::vector<std::size_t> overlapping() {
+  bool overlap() {
     if (order_.size() != all_.size()) {
       order_.resize(all_.size());
       std::iota(order_.begin(), order_.end(), std::size_t{0});
     }
     const auto is_before = [this](std::size_t one, std::size_t other) {
-      return std::make_pair(all_[one].first, one) < std::make_pair(all_[other].first, other);
+      return all_[one].first < all_[other].first;
     };
     if (!std::is_sorted(order_.begin(), order_.end(), is_before))
       std::sort(order_.begin(), order_.end(), is_before);
-    std::vector<std::size_t> found;
     std::uintptr_t end = 0;
     for (const std::size_t place : order_) {
-      if (all_[place].first < end)
-        found.push_back(place);
-      else
-        end = all_[place].second;
+      if (all_[place].first < end) return true;
+      end = all_[place].second;
     }
-    return found;
+    return false;
   }
 
  private:

@@ -47,26 +47,23 @@ struct ReadStep : PackedTensors {
   py::list params;          ///< those that have a gradient
   bool owns_grads = false;  ///< whether the gradients are the parameters' `.grad`
   UpdateList list{};
-  std::vector<py::object> alive;  ///< states: another thread may replace them in their dict
-  Ranges ranges;                  ///< of all memory; of several optimizers the first one has all
-  Prefetcher prefetcher;
+  std::vector<py::object> alive;  ///< all of them: another thread may replace a state in its dict
 };
 
-/// What is kept of an optimizer between its steps. A step takes the memory of the last one, so that
-/// it allocates nothing, and gives it back at its end: several threads may step one optimizer.
+/// What is remembered of an optimizer between its steps: nothing that can be stale.
 struct Update {
   Update(const std::string& rule, bool with_formats) : names(rule), is_lean(with_formats) {}
 
   RuleNames names;
   bool is_lean;
-  ReadStep last;
+  Ranges ranges;  ///< of several optimizers the first one's have all memory
+  Prefetcher prefetcher;
 };
 
 /// Reads one optimizer for one step; throws a Refusal where something does not fit.
 class Reader {
  public:
-  Reader(const Backend& backend, const Update& update, PyObject* states, ReadStep& step,
-         Ranges& ranges)
+  Reader(const Backend& backend, Update& update, PyObject* states, ReadStep& step, Ranges& ranges)
       : backend_(backend), update_(update), states_(states), step_(step), ranges_(ranges) {}
 
   /// Adds the parameters of a group that have a gradient. `grads` are those of all groups from
@@ -74,7 +71,10 @@ class Reader {
   void add_group(PyObject* dict, const py::object& grads, Py_ssize_t& place) {
     group_ = read_group(update_.names, update_.is_lean, dict, backend_);
     step_.list.groups.push_back(group_.options);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(group_.params); ++i) {
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(group_.params);
+    if (step_.list.parameters.empty())
+      step_.list.parameters.reserve(static_cast<std::size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
       const auto param =
           py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(group_.params, i));
       const auto grad =
@@ -103,7 +103,7 @@ class Reader {
       throw Refusal{"a negated view"};
     view.row = 1;
     view.group = static_cast<std::uint32_t>(step_.list.groups.size() - 1);
-    step_.add({view.grad.data, view.numel, view.grad.format});
+    step_.views.push_back({view.grad.data, view.numel, view.grad.format});
     const bool counts = update_.names.rule->counts || update_.is_lean;
     if (group_.num_states > 0 || counts) state_ = state_of(param.ptr());
     if (update_.is_lean) read_weights(view);
@@ -128,7 +128,7 @@ class Reader {
     else
       state = find(states_, param);
     if (state == nullptr || !PyDict_Check(state)) throw kNoState;
-    step_.prefetcher.add(state);
+    update_.prefetcher.add(state);
     return state;
   }
 
@@ -174,7 +174,6 @@ class Reader {
     const bool is_random = stored.is_random;
     if (!read_floats(tensor, found, stored))
       throw Refusal{text(names.state) + ": its dtype, layout or device"};
-    step_.alive.push_back(py::reinterpret_borrow<py::object>(tensor));
     stored.is_random = is_random && stored.format == Format::kBFloat16;
     return stored;
   }
@@ -189,7 +188,7 @@ class Reader {
     const auto is_on = [&](dlpack::Device device) {
       return read(tensor, device, found) && found.dtype == kFloat32 && found.numel() == 1;
     };
-    if (is_on(backend_.device)) return static_cast<float*>(taken(tensor, found));
+    if (is_on(backend_.device)) return static_cast<float*>(found.data);
     if (backend_.is_apart && !group_.counts_on_device && is_on(kHost)) throw kNoState;
     throw Refusal{"step: its dtype, layout or device"};
   }
@@ -200,7 +199,7 @@ class Reader {
     if (tensor == nullptr) throw kNoState;
     if (!read(tensor, backend_.device, found) || !(found.dtype == dtype))
       throw Refusal{text(name) + ": its dtype, layout or device"};
-    return taken(tensor, found);
+    return found.data;
   }
 
   /// Reads floats that have the parameter's shape and order of memory, `layout_`.
@@ -209,24 +208,19 @@ class Reader {
     const auto format = format_of(found.dtype);
     if (!format) return false;
     stored = {found.data, nullptr, *format, false};
-    ranges_.add(found.data, found.numel() * size_of(*format));
     return true;
   }
 
   bool read(py::handle tensor, dlpack::Device device, dlpack::Tensor& found) {
     if (!read_dense(tensor, device, found)) return false;
-    step_.prefetcher.add(tensor, found);
+    update_.prefetcher.add(tensor, found);
+    step_.alive.push_back(py::reinterpret_borrow<py::object>(tensor));
+    ranges_.add(found.data, found.numel() * found.dtype.bits / 8);
     return true;
   }
 
-  void* taken(PyObject* tensor, const dlpack::Tensor& found) {
-    step_.alive.push_back(py::reinterpret_borrow<py::object>(tensor));
-    ranges_.add(found.data, found.numel() * found.dtype.bits / 8);
-    return found.data;
-  }
-
   const Backend& backend_;
-  const Update& update_;
+  Update& update_;
   PyObject* states_;
   Py_ssize_t place_ = 0;  // in `states_`
   ReadStep& step_;
@@ -237,49 +231,41 @@ class Reader {
   dlpack::Tensor layout_{};    // the parameter's
 };
 
-/// One optimizer of a step.
-struct Part {
-  Update& update;
-  ReadStep step;
-};
-
 /// Reads optimizers, each an update, groups and states; leaves those out that have no gradient.
 /// Throws a Refusal if none has one. `grads` are those of all parameters, in order, or None: each
 /// parameter's own.
-std::vector<Part> read_parts(const Backend& backend, const py::list& steps,
-                             const py::object& grads) {
-  std::vector<Part> parts;
-  Ranges ranges;
+std::vector<ReadStep> read_steps(const Backend& backend, const py::list& steps,
+                                 const py::object& grads) {
+  std::vector<ReadStep> read;
+  Ranges* ranges = nullptr;
   for (const py::handle each : steps) {
     const auto given = py::reinterpret_borrow<py::tuple>(each);
     auto& update = given[0].cast<Update&>();
-    ReadStep step = std::exchange(update.last, ReadStep());
-    if (parts.empty()) {
-      ranges = std::move(step.ranges);
-      ranges.clear();
+    if (ranges == nullptr) {
+      ranges = &update.ranges;
+      ranges->clear();
     }
+    update.prefetcher.begin();
+    ReadStep step;
     step.tensors = py::list();
-    step.prefetcher.begin();
     step.owns_grads = grads.is_none();
     step.list.rule = update.names.rule->rule;
     PyObject* const states = PyTuple_GET_ITEM(given.ptr(), 2);
     if (!PyDict_Check(states)) throw Refusal{"the optimizer's state is not a dict"};
-    Reader reader(backend, update, states, step, ranges);
+    Reader reader(backend, update, states, step, *ranges);
     PyObject* const groups = as_list(PyTuple_GET_ITEM(given.ptr(), 1), "param_groups");
     Py_ssize_t place = 0;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(groups); ++i)
       reader.add_group(PySequence_Fast_GET_ITEM(groups, i), grads, place);
-    if (!step.params.empty()) parts.push_back({update, std::move(step)});
+    if (!step.params.empty()) read.push_back(std::move(step));
   }
-  if (parts.empty()) throw kNoGradient;
-  const bool overlap = !ranges.overlapping().empty();
-  parts.front().step.ranges = std::move(ranges);
-  if (overlap) throw Refusal{"tensors share their memory"};
-  return parts;
+  if (read.empty()) throw kNoGradient;
+  if (ranges->overlap()) throw Refusal{"tensors share their memory"};
+  return read;
 }
 
 /// Updates, and increments the versions of the tensors that are written, as far as the host knows.
-void apply(const Backend& backend, Update& update, ReadStep& step, const UpdateSpec& spec) {
+void apply(const Backend& backend, ReadStep& step, const UpdateSpec& spec) {
   const Launch launch = backend.launch();
   {
     const py::gil_scoped_release no_gil;
@@ -294,13 +280,6 @@ void apply(const Backend& backend, Update& update, ReadStep& step, const UpdateS
       for (const py::handle grad : step.tensors) written.append(grad);
     increment_versions(written);
   }
-  step.tensors = py::list();  // the gradients, which nothing here may keep alive
-  step.views.clear();
-  step.list.groups.clear();
-  step.list.parameters.clear();
-  step.alive.clear();
-  step.params = py::list();
-  update.last = std::move(step);
 }
 
 py::object read_step(const Backend& backend, const py::object& update, const py::object& groups,
@@ -308,51 +287,50 @@ py::object read_step(const Backend& backend, const py::object& update, const py:
   try {
     py::list steps;
     steps.append(py::make_tuple(update, groups, states));
-    return py::cast(std::move(read_parts(backend, steps, grads).front().step));
+    return py::cast(std::move(read_steps(backend, steps, grads).front()));
   } catch (const Refusal& refusal) {
     return py::make_tuple(refusal.kind, refusal.reason);
   }
 }
 
-void apply_step(const Backend& backend, Update& update, ReadStep& step, const py::object& factor,
+void apply_step(const Backend& backend, ReadStep& step, const py::object& factor,
                 const py::object& found_inf, bool zero_grad) {
   const UpdateSpec spec{backend.optional_float(factor, "factor"),
                         backend.optional_float(found_inf, "found_inf"), !zero_grad, true};
-  apply(backend, update, step, spec);
+  apply(backend, step, spec);
 }
 
-/// Reads optimizers, each an update, groups and states; measures all their gradients at once unless
-/// `measures` is false, and updates. Without a measure `before` alone says whether the step is
-/// skipped.
+/// Reads optimizers, measures all their gradients at once, and updates. Where it does not measure,
+/// `before` alone says whether the step is skipped.
 py::object make_step(const Backend& backend, const py::list& steps, bool measures,
                      const py::object& scale, const py::object& max_norm, const py::object& before,
                      const py::object& skipped, bool zero_grad) {
   const ClipSpec clip = clip_of(backend, scale, max_norm, true, before, skipped);
   try {
-    std::vector<Part> parts = read_parts(backend, steps, py::none());
-    ReadStep& first = parts.front().step;
-    const bool is_one = parts.size() == 1;
+    std::vector<ReadStep> read = read_steps(backend, steps, py::none());
+    ReadStep& first = read.front();
+    const bool is_one = read.size() == 1;
     UpdateSpec spec{nullptr, clip.before, !zero_grad, !measures || !is_one};
     py::object stats = py::none();
     if (measures) {
       TensorList all;
-      for (const Part& part : parts)
-        if (!is_one) all.insert(all.end(), part.step.views.begin(), part.step.views.end());
+      for (const ReadStep& step : read)
+        if (!is_one) all.insert(all.end(), step.views.begin(), step.views.end());
       const Measured measured =
           measure(backend, is_one ? first.views : all, clip, false, is_one ? &first.list : nullptr);
       spec.factor = &measured.values->factor;
       spec.found_inf = &measured.values->found_inf;
       stats = measured.stats;
     }
-    for (Part& part : parts) apply(backend, part.update, part.step, spec);
+    for (ReadStep& step : read) apply(backend, step, spec);
     return stats;
   } catch (const Refusal& refusal) {
     return py::make_tuple(refusal.kind, refusal.reason);
   }
 }
 
-/// The declarations, for Python: {name: (states with the options that they depend on, whether it
-/// counts steps, how a state begins, options)}.
+/// The declarations, for Python: {name: (states with the options that they depend on, `counts`,
+/// `as_grad`, options)}.
 py::dict declarations() {
   py::dict found;
   for (const Declaration& rule : kDeclarations) {
@@ -363,7 +341,7 @@ py::dict declarations() {
     py::list options;
     for (const Option& each : rule.options)
       if (each.name != nullptr) options.append(each.name);
-    found[rule.name] = py::make_tuple(py::tuple(states), rule.counts, rule.first, options);
+    found[rule.name] = py::make_tuple(py::tuple(states), rule.counts, rule.as_grad, options);
   }
   return found;
 }
@@ -377,8 +355,8 @@ void define_update(py::module_& module, py::class_<Backend>& backend) {
   backend
       .def("read", &read_step, py::arg("update"), py::arg("groups"), py::arg("states"),
            py::arg("grads"))
-      .def("apply", &apply_step, py::arg("update"), py::arg("step"), py::arg("factor"),
-           py::arg("found_inf"), py::arg("zero_grad"))
+      .def("apply", &apply_step, py::arg("step"), py::arg("factor"), py::arg("found_inf"),
+           py::arg("zero_grad"))
       .def("step", &make_step, py::arg("steps"), py::arg("measures"), py::arg("scale"),
            py::arg("max_norm"), py::arg("before"), py::arg("skipped"), py::arg("zero_grad"));
   module.attr("rules") = declarations();

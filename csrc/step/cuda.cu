@@ -24,10 +24,6 @@ constexpr int kBlocksPerProcessor = 3;
 struct Entry : Chunked {
   void* data;
 };
-// The first driver that reads compressed code: of CUDA 12.4. One of 12.x runs nothing of 13.x.
-constexpr int kOldestDriver = CUDART_VERSION < 13000 ? 12040 : 13000;
-static_assert(kLongTable / sizeof(Entry) > 2000);
-static_assert(sizeof(Table<Entry, kLongTable>) + sizeof(double*) <= kMaxArguments);
 
 template <typename GradTable>
 __device__ TensorView find_chunk(const GradTable& table) {
@@ -73,11 +69,6 @@ __device__ double join_chunks(const double* work, std::int64_t num_chunks) {
   __syncthreads();
   return lanes[0] + lanes[1];
 }
-
-template <std::size_t kTable>
-constexpr std::size_t kFinishBytes = sizeof(Table<float*, kTable>) + sizeof(double*) +
-                                     sizeof(std::int64_t) + sizeof(ClipSpec) + sizeof(GradStats*);
-static_assert(kFinishBytes<kShortTable> <= 4096 && kFinishBytes<kLongTable> <= kMaxArguments);
 
 /// One block of kFinalLanes threads joins the chunks, computes what the step needs, and counts the
 /// step for the update that follows, unless it is skipped. Without `work` it only counts.
@@ -134,12 +125,12 @@ __global__ void __launch_bounds__(kThreads)
 /// Calls use(table) for tables that hold all tensors.
 template <typename Use>
 void for_each_grad_table(const TensorList& tensors, const Use& use) {
-  const auto fill = [&](auto& packer) {
+  const auto fill = [&](auto add) {
     for (const TensorView& view : tensors) {
       Entry entry{};
       entry.data = view.data;
       entry.grad_format = static_cast<std::uint32_t>(view.format) & 3U;
-      if (view.numel > 0) packer.add(entry, view.numel);
+      if (view.numel > 0) add(entry, view.numel);
     }
   };
   for_each_table<Entry>(kChunk, fill, use);
@@ -148,15 +139,14 @@ void for_each_grad_table(const TensorList& tensors, const Use& use) {
 /// Launches finish_kernel, and once more for each further table of counts.
 void launch_finish(const UpdateList* counted, double* work, std::int64_t num_chunks, ClipSpec clip,
                    GradStats* stats, cudaStream_t stream) {
-  const auto fill = [&](auto& packer) {
+  const auto fill = [&](auto add) {
     if (counted == nullptr) return;
     for (const ParameterView& view : counted->parameters)
-      if (view.step != nullptr) packer.add(view.step);
+      if (view.step != nullptr) add(view.step);
   };
   const auto use = [&](const auto& table) {
-    using CountTable = std::decay_t<decltype(table)>;
-    launch("finish_kernel", finish_kernel<CountTable>, 1, kFinalLanes, stream, table, work,
-           num_chunks, clip, stats);
+    launch("finish_kernel", finish_kernel<std::decay_t<decltype(table)>>, 1, kFinalLanes, stream,
+           table, work, num_chunks, clip, stats);
     if (work != nullptr) {
       clip = ClipSpec{};
       clip.before = &stats->found_inf;
@@ -171,13 +161,10 @@ void grad_stats(const TensorList& tensors, const ClipSpec& clip, double* work, G
                 const UpdateList* counted, const Launch& where) {
   const DeviceGuard guard(where.device_index);
   const auto stream = static_cast<cudaStream_t>(where.stream);
-  // One block per chunk: a chunk is 128 or 256 KiB, so large gradients fill the device many times
-  // over and small tensors cost one block each.
   std::int64_t chunks = 0;
   for_each_grad_table(tensors, [&](const auto& table) {
-    using GradTable = std::decay_t<decltype(table)>;
-    launch("reduce_kernel", reduce_kernel<GradTable>, table.num_chunks, kThreads, stream, table,
-           work + 1 + chunks);
+    launch("reduce_kernel", reduce_kernel<std::decay_t<decltype(table)>>, table.num_chunks,
+           kThreads, stream, table, work + 1 + chunks);
     chunks += table.num_chunks;
   });
   launch_finish(counted, work, chunks, clip, stats, stream);
@@ -186,15 +173,9 @@ void grad_stats(const TensorList& tensors, const ClipSpec& clip, double* work, G
 void rescale(const TensorList& tensors, const float* factor, const Launch& where) {
   const DeviceGuard guard(where.device_index);
   for_each_grad_table(tensors, [&](const auto& table) {
-    using GradTable = std::decay_t<decltype(table)>;
-    launch("rescale_kernel", rescale_kernel<GradTable>, table.num_chunks, kThreads,
-           static_cast<cudaStream_t>(where.stream), table, factor);
+    launch("rescale_kernel", rescale_kernel<std::decay_t<decltype(table)>>, table.num_chunks,
+           kThreads, static_cast<cudaStream_t>(where.stream), table, factor);
   });
-}
-
-/// Returns a version as "12.4".
-std::string text_of(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 template <std::size_t kTable>
@@ -214,12 +195,6 @@ void launch_count(const UpdateList& list, const float* found_inf, cudaStream_t s
 }
 
 void check_device(int device_index) {
-  int driver = 0;
-  check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-  if (driver < kOldestDriver)
-    throw std::runtime_error("the NVIDIA driver is for CUDA " + text_of(driver) +
-                             ", and the kernels need one for " + text_of(kOldestDriver) +
-                             " or later; update the driver");
   try {
     const DeviceGuard guard(device_index);
     check_grad_kernels<kLongTable>();
@@ -232,11 +207,9 @@ void check_device(int device_index) {
   }
 }
 
-const OpTable& cuda_ops() {
+const OpTable* cuda_ops() {
   static constexpr OpTable table{grad_stats, rescale, update_on_cuda};
-  return table;
+  return &table;
 }
-
-bool built_with_cuda() { return true; }
 
 }  // namespace fastamp

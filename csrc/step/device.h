@@ -21,6 +21,7 @@ inline void check_cuda(cudaError_t status, const std::string& what) {
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), std::int64_t blocks, int threads,
             cudaStream_t stream, Args&&... args) {
+  static_assert((sizeof(Params) + ... + 0) <= 32764, "CUDA's limit");
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));

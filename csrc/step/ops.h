@@ -1,6 +1,5 @@
-// The op table, one row per op, filled once by every backend that the compiled module holds; and
-// the plain data that crosses it: clips, statistics, an optimizer's options and the addresses of
-// its tensors.
+// The op table, which each backend fills, and the plain data that crosses it: clips, statistics, an
+// optimizer's options and the addresses of its tensors.
 #pragma once
 
 #include <cstdint>
@@ -76,11 +75,7 @@ struct ParameterView {
   std::uint32_t group;
 
   bool has_codes() const { return is_coded(states[0].format); }
-  bool has_noise() const {
-    bool found = param.is_random;
-    for (const Stored& state : states) found |= state.is_random;
-    return found;
-  }
+  bool has_noise() const { return param.is_random || states[0].is_random || states[1].is_random; }
   /// Whether all values are floats, rounded to the nearest.
   bool is_plain() const { return low == nullptr && !has_codes() && !has_noise(); }
 };
@@ -123,9 +118,8 @@ const OpTable& cpu_ops();
 void update_on_cpu(const UpdateList& list, const UpdateSpec& spec, const Launch& launch);
 void update_on_cuda(const UpdateList& list, const UpdateSpec& spec, const Launch& launch);
 
-/// Without CUDA code in the module every entry throws (no_cuda.cpp).
-const OpTable& cuda_ops();
-bool built_with_cuda();
+/// Returns null without CUDA code in the module (no_cuda.cpp).
+const OpTable* cuda_ops();
 
 /// Throws, with the reason and a remedy, where the kernels cannot run on a CUDA device.
 void check_device(int device_index);

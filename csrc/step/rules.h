@@ -250,18 +250,14 @@ struct State {
   const char* option = nullptr;
 };
 
-/// How a state of torch's begins: in the parameter's dtype or the gradient's.
-constexpr const char* kZeros = "zeros";
-constexpr const char* kZerosOfGradient = "zeros of the gradient";
-
 /// All of a rule but its arithmetic, for the core and for Python; names are torch's.
 struct Declaration {
   Rule rule;
   const char* name;
   Option options[kMaxOptions];
   State states[kMaxStates];  ///< in the order in which `apply` takes them
-  const char* first;
-  bool counts;  ///< whether "step" is a count of steps; a lean optimizer's always is
+  bool counts;               ///< whether "step" is a count of steps; a lean optimizer's always is
+  bool as_grad;  ///< whether torch makes the states in the gradient's dtype, not the parameter's
 };
 
 using G = GroupOptions;
@@ -271,27 +267,23 @@ inline const Option kBetas{"betas", &G::beta1, &G::beta2};
 inline const Option kMomentum{"momentum", &G::momentum};
 inline const Option kNesterov{"nesterov", &G::nesterov};
 inline const Option kDecoupled{"decoupled_weight_decay", &G::decoupled};
+inline const State kBuffer{"momentum_buffer"};
 inline const Declaration kDeclarations[] = {
     {Rule::kAdam,
      "Adam",
      {kDecay, {"eps", &G::eps}, kBetas, kMaximize, {"amsgrad"}, kDecoupled},
      {{"exp_avg"}, {"exp_avg_sq"}},
-     kZeros,
-     true},
+     true,
+     false},
     {Rule::kSgd,
      "SGD",
      {kDecay, kMomentum, {"dampening"}, kMaximize, kNesterov},
      {{"momentum_buffer", "momentum"}},
-     kZerosOfGradient,
-     false},
-    {Rule::kLion, "Lion", {kDecay, kBetas, kMaximize}, {{"exp_avg"}}, kZeros, true},
-    {Rule::kMuonMomentum,
-     "Muon, momentum",
-     {kMomentum, kNesterov},
-     {{"momentum_buffer"}},
-     kZerosOfGradient,
-     false},
-    {Rule::kMuonWrite, "Muon, write", {kDecay, {"lr_ratio", &G::lr_ratio}}, {}, kZeros, false},
+     false,
+     true},
+    {Rule::kLion, "Lion", {kDecay, kBetas, kMaximize}, {{"exp_avg"}}, true, false},
+    {Rule::kMuonMomentum, "Muon, momentum", {kMomentum, kNesterov}, {kBuffer}, false, true},
+    {Rule::kMuonWrite, "Muon, write", {kDecay, {"lr_ratio", &G::lr_ratio}}, {}, false, false},
 };
 
 /// Every kind of rule; a new one is added here.

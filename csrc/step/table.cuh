@@ -13,9 +13,8 @@
 
 namespace fastamp {
 
-constexpr std::size_t kMaxArguments = 32764;  // bytes, of one kernel
-// Bytes of a table: a launch copies all of it, so that short lists have a kernel of their own,
-// whose arguments take 4 KB.
+// Bytes of a table. A launch copies all of it, so that short lists have a kernel of their own,
+// whose arguments take 4 KB; more than 32,764 are too many.
 constexpr std::size_t kLongTable = 32688;
 constexpr std::size_t kShortTable = 4024;
 
@@ -65,74 +64,53 @@ struct Table {
   }
 };
 
-/// Fills tables and calls use(table) with each.
-template <typename Entry, typename Use>
-class Packer {
- public:
-  Packer(std::int64_t chunk, const Use& use)
-      : chunk_(static_cast<std::uint32_t>(chunk)), use_(use) {}
-
-  /// Adds an entry with `numel` elements, one chunk at least, and the options of its group.
-  void add(Entry entry, std::int64_t numel = 0, const GroupOptions* group = nullptr) {
-    if (nbytes() + sizeof(Entry) + sizeof(GroupOptions) > kLongTable) flush();
-    if constexpr (!std::is_pointer_v<Entry>) {
-      if (group != nullptr && (groups_.empty() || group != group_)) groups_.push_back(*group);
-      group_ = group;
-      const std::int64_t chunks = std::max<std::int64_t>(1, (numel + chunk_ - 1) / chunk_);
-      entry.first_chunk = num_chunks_;
-      entry.tail_numel = static_cast<std::uint32_t>(numel - (chunks - 1) * chunk_) & 0x1ffffU;
-      entry.group = static_cast<std::uint32_t>(groups_.size() - 1) & 0x1ffU;
-      num_chunks_ += static_cast<std::uint32_t>(chunks);
-    }
-    entries_.push_back(entry);
-  }
-
-  void flush() {
-    if (nbytes() <= kShortTable)
-      use_table<kShortTable>();
-    else
-      use_table<kLongTable>();
-    entries_.clear();
-    groups_.clear();
-    num_chunks_ = 0;
-  }
-
-  bool is_empty() const { return entries_.empty(); }
-
- private:
-  std::size_t nbytes() const {
-    return entries_.size() * sizeof(Entry) + groups_.size() * sizeof(GroupOptions);
-  }
-
-  template <std::size_t kBytes>
-  void use_table() const {
-    Table<Entry, kBytes> table;
+/// Calls use(table) for tables with all entries that fill(add) adds; also with an empty one, if it
+/// is asked for and there are none. `add` takes an entry, its elements, which make one chunk at
+/// least, and the options of its group.
+template <typename Entry, typename Fill, typename Use>
+void for_each_table(std::int64_t chunk, const Fill& fill, const Use& use, bool also_empty = false) {
+  std::vector<Entry> entries;
+  std::vector<GroupOptions> groups;  // of the entries, in their order
+  const GroupOptions* last = nullptr;
+  std::uint32_t num_chunks = 0;
+  const auto nbytes = [&] {
+    return entries.size() * sizeof(Entry) + groups.size() * sizeof(GroupOptions);
+  };
+  const auto use_table = [&](auto size) {
+    Table<Entry, decltype(size)::value> table;
     const auto copy = [](const auto& from, unsigned char* to) {
       return std::copy_n(reinterpret_cast<const unsigned char*>(from.data()),
                          from.size() * sizeof(from[0]), to);
     };
-    copy(groups_, copy(entries_, table.room));
-    table.count = static_cast<std::uint32_t>(entries_.size());
-    table.num_chunks = num_chunks_;
-    table.chunk = chunk_;
-    use_(table);
-  }
-
-  std::uint32_t chunk_;
-  const Use& use_;
-  std::vector<Entry> entries_;
-  std::vector<GroupOptions> groups_;  // of the entries, in their order
-  std::uint32_t num_chunks_ = 0;
-  const GroupOptions* group_ = nullptr;  // the last of them, in the whole list
-};
-
-/// Calls use(table) for tables with all entries that fill(packer) adds; also with an empty one, if
-/// it is asked for and there are none.
-template <typename Entry, typename Fill, typename Use>
-void for_each_table(std::int64_t chunk, const Fill& fill, const Use& use, bool also_empty = false) {
-  Packer<Entry, Use> packer(chunk, use);
-  fill(packer);
-  if (!packer.is_empty() || also_empty) packer.flush();
+    copy(groups, copy(entries, table.room));
+    table.count = static_cast<std::uint32_t>(entries.size());
+    table.num_chunks = num_chunks;
+    table.chunk = static_cast<std::uint32_t>(chunk);
+    use(table);
+  };
+  const auto flush = [&] {
+    if (nbytes() <= kShortTable)
+      use_table(std::integral_constant<std::size_t, kShortTable>());
+    else
+      use_table(std::integral_constant<std::size_t, kLongTable>());
+    entries.clear();
+    groups.clear();
+    num_chunks = 0;
+  };
+  fill([&](Entry entry, std::int64_t numel = 0, const GroupOptions* group = nullptr) {
+    if (nbytes() + sizeof(Entry) + sizeof(GroupOptions) > kLongTable) flush();
+    if constexpr (!std::is_pointer_v<Entry>) {
+      if (group != nullptr && (groups.empty() || group != last)) groups.push_back(*group);
+      last = group;
+      const std::int64_t chunks = std::max<std::int64_t>(1, (numel + chunk - 1) / chunk);
+      entry.first_chunk = num_chunks;
+      entry.tail_numel = static_cast<std::uint32_t>(numel - (chunks - 1) * chunk) & 0x1ffffU;
+      entry.group = static_cast<std::uint32_t>(groups.size() - 1) & 0x1ffU;
+      num_chunks += static_cast<std::uint32_t>(chunks);
+    }
+    entries.push_back(entry);
+  });
+  if (!entries.empty() || also_empty) flush();
 }
 
 }  // namespace fastamp

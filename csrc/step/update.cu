@@ -68,11 +68,6 @@ struct LeanEntry : Entry<kCount> {
   }
 };
 
-// 600 plain parameters of Adam fit in a launch, or 300 lean ones.
-static_assert(600 * sizeof(Entry<2>) + 40 * sizeof(GroupOptions) <= kLongTable);
-static_assert(300 * sizeof(LeanEntry<2>) + 40 * sizeof(GroupOptions) <= kLongTable);
-static_assert(sizeof(Table<Entry<2>, kLongTable>) + sizeof(UpdateSpec) <= kMaxArguments);
-
 /// A thread's elements of one block of a parameter, four neighboring ones in each vector. Tensor 0
 /// is the parameter, the states follow, and the gradient is the last.
 template <typename Kind, typename Entry>
@@ -80,27 +75,11 @@ struct Elements {
   static constexpr int kVectors = Entry::kVectors;
   static constexpr int kGrad = 1 + Kind::kStates;
   using Values = float[2 + Kind::kStates][kVectors][kVector];
+  using Noise = std::uint32_t[kVectors][kVector];
 
   const Entry& entry;
   Block block;
   int first;  // in the block
-
-  __device__ bool has_codes() const { return Kind::kStates > 0 && entry.scales_of(0) != nullptr; }
-  __device__ bool has_codes(int i) const { return i > 0 && i < kGrad && has_codes(); }
-  __device__ std::uint8_t* codes(int s) const {
-    return static_cast<std::uint8_t*>(entry.tensors[1 + s]) + block.start;
-  }
-  __device__ TensorChunk tensor(int i) const {
-    const std::uint32_t format = i == 0       ? entry.param_format
-                                 : i == kGrad ? entry.grad_format
-                                              : entry.state_format;
-    return TensorChunk(entry.tensors[i], format, block.start);
-  }
-  __device__ int index(int vector) const { return first + vector * kWarp * kVector; }
-  /// The elements from a vector's first one on; none if it is below 1. It is not cut to kVector:
-  /// nvcc 13.0 made one instruction of both limits (VIMNMX.RELU of sm_90) with one predicate for
-  /// two conditions, and read four elements where one was left.
-  __device__ int count(int vector) const { return block.numel - index(vector); }
 
   /// Reads all tensors before it uses the first.
   __device__ void read(Values& values) const {
@@ -111,22 +90,27 @@ struct Elements {
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
       for (int i = 0; i <= kGrad; ++i)
-        if (has_codes(i))
-          load(codes(i - 1), v, raws[i][v].codes);
-        else
-          tensor(i).load(index(v), count(v), raws[i][v]);
+        visit(i, [&](auto tag) { load(begin_of<decltype(tag)>(i), v, raws[i][v].of(tag)); });
       if (entry.low != nullptr) load(entry.low + block.start, v, lows[v]);
     }
-    for (int s = 0; s < Kind::kStates && has_codes(); ++s)
+    for (int s = 0; s < Kind::kStates && has_codes(1); ++s)
       scales[s] = entry.scales_of(s)[block.number];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
       for (int i = 0; i <= kGrad; ++i)
         if (has_codes(i))
-          decode_vector(i - 1, raws[i][v].codes, scales[i - 1], values[i][v]);
+          visit_code(Kind::code_of(i - 1), [&](auto code) {
+#pragma unroll
+            for (int k = 0; k < kVector; ++k)
+              values[i][v][k] = decode<decltype(code)>(raws[i][v].codes.values[k], scales[i - 1]);
+          });
         else
-          tensor(i).widen(raws[i][v], values[i][v]);
+          visit_format(format_of(i), [&](auto tag) {
+#pragma unroll
+            for (int k = 0; k < kVector; ++k)
+              values[i][v][k] = to_float(raws[i][v].of(tag).values[k]);
+          });
       if (entry.low != nullptr)
 #pragma unroll
         for (int k = 0; k < kVector; ++k)
@@ -136,107 +120,126 @@ struct Elements {
   }
 
   __device__ void write(const Values& values, std::uint32_t key, bool write_grads) const {
-    if (write_grads)
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) tensor(kGrad).store(values[kGrad][v], index(v), count(v));
-    if (entry.low == nullptr)
-      store(0, values, key, entry.is_random, 0);
-    else
-      write_halves(values[0]);
+    Noise noise = {};
+    if (Entry::kIsLean) fill_noise(values, key, noise);
+    if (write_grads) store_floats(kGrad, values, false, noise, 0);
+    if (entry.low == nullptr) {
+      store_floats(0, values, entry.is_random, noise, 0);
+    } else {
+      const auto halves = [&](int v, int k) { return split(values[0][v][k]); };
+      store(begin_of<std::uint16_t>(0), [&](int v, int k) { return halves(v, k).high; });
+      store(entry.low + block.start, [&](int v, int k) { return halves(v, k).low; });
+    }
 #pragma unroll
     for (int s = 0; s < Kind::kStates; ++s)
-      if (has_codes())
-        write_codes(s, values, key);
+      if (has_codes(1 + s))
+        store_codes(s, values[1 + s], noise);
       else
-        store(1 + s, values, key, Entry::kIsLean && Kind::is_random(s), 16);
+        store_floats(1 + s, values, Entry::kIsLean && Kind::is_random(s), noise, 16);
   }
 
  private:
+  __device__ bool has_codes(int i) const {
+    return i > 0 && i < kGrad && entry.scales_of(0) != nullptr;
+  }
+  __device__ Format format_of(int i) const {
+    return static_cast<Format>(i == 0       ? entry.param_format
+                               : i == kGrad ? entry.grad_format
+                                            : entry.state_format);
+  }
+  template <typename Fn>
+  __device__ void visit(int i, Fn fn) const {
+    if (has_codes(i))
+      fn(std::uint8_t{});
+    else
+      visit_format(format_of(i), fn);
+  }
+  template <typename T>
+  __device__ T* begin_of(int i) const {
+    return static_cast<T*>(entry.tensors[i]) + block.start;
+  }
+  __device__ int index(int vector) const { return first + vector * kWarp * kVector; }
+  /// The elements from a vector's first one on; none if it is below 1. It is not cut to kVector:
+  /// nvcc 13.0 made one instruction of both limits (VIMNMX.RELU of sm_90) with one predicate for
+  /// two conditions, and read four elements where one was left.
+  __device__ int count(int vector) const { return block.numel - index(vector); }
+  template <typename T>
+  __device__ bool is_whole(const T* tensor, int v) const {
+    return reinterpret_cast<std::uintptr_t>(tensor) % sizeof(Four<T>) == 0 && count(v) >= kVector;
+  }
+
+  /// Reads misaligned elements one by one; the next ones come from the cache.
   template <typename T>
   __device__ void load(const T* from, int v, Four<T>& to) const {
-    load_four(from + index(v), count(v), is_aligned(from + index(v)), to);
-  }
-  template <typename T>
-  __device__ void store(const Four<T>& four, T* to, int v) const {
-    store_four(four, to + index(v), count(v), is_aligned(to + index(v)));
-  }
-
-  __device__ static void decode_vector(int s, const Four<std::uint8_t>& from, float scale,
-                                       float* to) {
-    visit_code(Kind::code_of(s), [&](auto code) {
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) to[k] = decode<decltype(code)>(from.values[k], scale);
-    });
-  }
-
-  /// Fills in the random bits of a vector's elements. Blocks of codes lie within a row.
-  __device__ void fill_noise(const Values& values, int v, std::uint32_t key,
-                             std::uint32_t* noise) const {
-    std::uint32_t place = block.place + static_cast<std::uint32_t>(index(v));
-    if (!has_codes()) place %= entry.row;
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      const float state = Kind::kStates > 0 ? values[1][v][k] : 0;
-      noise[k] = noise_of(state, values[0][v][k], place, key);
-      place = place + 1 == entry.row ? 0 : place + 1;
+    if (is_whole(from, v)) {
+      to = *reinterpret_cast<const Four<T>*>(from + index(v));
+      return;
     }
+#pragma unroll
+    for (int k = 0; k < kVector; ++k)
+      if (k < count(v)) to.values[k] = from[index(v) + k];
   }
 
-  __device__ void write_halves(const float (&from)[kVectors][kVector]) const {
-    auto* const to = static_cast<std::uint16_t*>(entry.tensors[0]) + block.start;
+  /// Writes value_of(vector, k) of all elements.
+  template <typename T, typename Fn>
+  __device__ void store(T* to, Fn value_of) const {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      Four<std::uint16_t> highs;
-      Four<std::int16_t> lows;
+      Four<T> made;
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-        const Halves halves = split(from[v][k]);
-        highs.values[k] = halves.high;
-        lows.values[k] = halves.low;
+      for (int k = 0; k < kVector; ++k) made.values[k] = value_of(v, k);
+      if (is_whole(to, v)) {
+        *reinterpret_cast<Four<T>*>(to + index(v)) = made;
+        continue;
       }
-      store(highs, to, v);
-      store(lows, entry.low + block.start, v);
+#pragma unroll
+      for (int k = 0; k < kVector; ++k)
+        if (k < count(v)) to[index(v) + k] = made.values[k];
     }
   }
 
   /// Writes floats to the nearest, or rounds them to bfloat16 by 16 bits of noise from `shift` on.
-  __device__ void store(int i, const Values& values, std::uint32_t key, bool is_random,
-                        int shift) const {
-    const TensorChunk chunk = tensor(i);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (!is_random || chunk.format != Format::kBFloat16) {
-        chunk.store(values[i][v], index(v), count(v));
-        continue;
-      }
-      std::uint32_t noise[kVector];
-      fill_noise(values, v, key, noise);
-      Four<std::uint16_t> rounded;
-#pragma unroll
-      for (int k = 0; k < kVector; ++k)
-        rounded.values[k] = round_randomly(values[i][v][k], noise[k] >> shift);
-      store(rounded, static_cast<std::uint16_t*>(chunk.data), v);
-    }
+  __device__ void store_floats(int i, const Values& values, bool is_random, const Noise& noise,
+                               int shift) const {
+    if (is_random && format_of(i) == Format::kBFloat16)
+      return store(begin_of<std::uint16_t>(i), [&](int v, int k) {
+        return round_randomly(values[i][v][k], noise[v][k] >> shift);
+      });
+    visit_format(format_of(i), [&](auto tag) {
+      store(begin_of<decltype(tag)>(i), [&](int v, int k) {
+        decltype(tag) rounded;
+        from_float(values[i][v][k], &rounded);
+        return rounded;
+      });
+    });
   }
 
-  __device__ void write_codes(int s, const Values& values, std::uint32_t key) const {
+  __device__ void store_codes(int s, const float (&values)[kVectors][kVector],
+                              const Noise& noise) const {
     visit_code(Kind::code_of(s), [&](auto code) {
       using Code = decltype(code);
-      const auto scale = scale_of_block<Code>(largest_of(values[1 + s]));
+      const auto scale = scale_of_block<Code>(largest_of(values));
       if (first == 0) entry.scales_of(s)[block.number] = scale.scale;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        std::uint32_t noise[kVector];
-        if (Kind::is_random(s)) fill_noise(values, v, key, noise);
-        Four<std::uint8_t> made;
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-          const std::uint32_t rounding = Kind::is_random(s) ? rounding_of(noise[k]) : kNearest;
-          made.values[k] = encode<Code>(values[1 + s][v][k], scale.inverse, rounding);
-        }
-        store(made, codes(s), v);
-      }
+      store(begin_of<std::uint8_t>(1 + s), [&](int v, int k) {
+        const std::uint32_t rounding = Kind::is_random(s) ? rounding_of(noise[v][k]) : kNearest;
+        return encode<Code>(values[v][k], scale.inverse, rounding);
+      });
     });
+  }
+
+  /// Fills in the random bits of all elements. Blocks of codes lie within a row.
+  __device__ void fill_noise(const Values& values, std::uint32_t key, Noise& noise) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      std::uint32_t place = block.place + static_cast<std::uint32_t>(index(v));
+      if (!has_codes(1)) place %= entry.row;
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        const float state = Kind::kStates > 0 ? values[1][v][k] : 0;
+        noise[v][k] = noise_of(state, values[0][v][k], place, key);
+        place = place + 1 == entry.row ? 0 : place + 1;
+      }
+    }
   }
 
   /// Returns the bits of the block's largest magnitude to all threads. Elements past the end are 0.
@@ -356,13 +359,13 @@ void update_on_cuda(const UpdateList& list, const UpdateSpec& spec, const Launch
     using Kind = decltype(kind);
     using Entry = decltype(entry);
     if (Kind::kRule != list.rule) return;
-    const auto fill = [&](auto& packer) {
+    const auto fill = [&](auto add) {
       for (const ParameterView& view : list.parameters) {
         const GroupOptions& group = list.groups[view.group];
         if (view.is_plain() == Entry::kIsLean || !Kind::serves(group)) continue;
         Entry filled{};
         filled.fill(view);
-        packer.add(filled, room_of(view), &group);
+        add(filled, room_of(view), &group);
       }
     };
     for_each_table<Entry>(chunk_of(list), fill, [&](const auto& table) {

@@ -157,32 +157,28 @@ FASTAMP_INLINE void update_chunk(const typename Kind::Terms& terms, float factor
                                  const ParameterView& view, const Chunk& chunk) {
   alignas(64) float buffers[kMaxTensors][kBlock];
   alignas(64) std::uint32_t noise[kBlock];
+  const Stored* const tensors[kMaxTensors] = {&view.param, &view.grad, &view.states[0],
+                                              &view.states[1]};
   const bool has_noise = view.has_noise();
   const Blocks blocks(chunk.start, chunk.numel, view.row, view.has_codes(),
                       is_wide<Kind>(view) ? chunk.numel : kBlock);
   for (std::uint32_t i = 0; i < blocks.count(); ++i) {
     const Block block = blocks[i];
     if (view.has_codes()) prefetch_ahead(view, block);  // the others wait for memory all the time
-    // A float32 tensor is its own memory, of another there is a copy.
-    const auto read = [&](const Stored& stored, float* buffer, const std::int16_t* low) {
-      if (stored.format == Format::kFloat32) return static_cast<float*>(stored.data) + block.start;
-      read_block(stored, low, block, buffer);
-      return buffer;
-    };
-    const auto write = [&](const float* values, const Stored& stored, std::int16_t* low,
-                           int shift) {
-      if (stored.format != Format::kFloat32) write_block(values, stored, low, block, noise, shift);
-    };
-    float* const param = read(view.param, buffers[0], view.low);
-    float* const grad = read(view.grad, buffers[1], nullptr);
-    float* states[kMaxStates] = {};
-    for (int s = 0; s < Kind::kStates; ++s)
-      states[s] = read(view.states[s], buffers[2 + s], nullptr);
-    update_floats<Kind, kWriteGrads>(terms, factor, block.numel, param, grad, states[0], states[1]);
-    if (has_noise) fill_noise(states[0], param, block, view.row, key, noise);
-    write(param, view.param, view.low, 0);
-    if (kWriteGrads) write(grad, view.grad, nullptr, 0);
-    for (int s = 0; s < Kind::kStates; ++s) write(states[s], view.states[s], nullptr, 16);
+    float* values[kMaxTensors] = {};
+    for (int t = 0; t < 2 + Kind::kStates; ++t) {
+      if (tensors[t]->format == Format::kFloat32)  // its own memory, of another there is a copy
+        values[t] = static_cast<float*>(tensors[t]->data) + block.start;
+      else
+        read_block(*tensors[t], t == 0 ? view.low : nullptr, block, values[t] = buffers[t]);
+    }
+    update_floats<Kind, kWriteGrads>(terms, factor, block.numel, values[0], values[1], values[2],
+                                     values[3]);
+    if (has_noise) fill_noise(values[2], values[0], block, view.row, key, noise);
+    for (int t = 0; t < 2 + Kind::kStates; ++t)
+      if (tensors[t]->format != Format::kFloat32 && (kWriteGrads || t != 1))
+        write_block(values[t], *tensors[t], t == 0 ? view.low : nullptr, block, noise,
+                    t == 0 ? 0 : 16);
   }
 }
 

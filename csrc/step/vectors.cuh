@@ -1,6 +1,4 @@
-// The device's element types, whose conversions round as the host's do; and parts of tensors in
-// vectors: a thread loads four neighboring elements of each tensor that an update needs, all of
-// them before it uses the first.
+// The device's element types, whose conversions round as the host's do, and vectors of them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,31 +42,6 @@ __device__ bool is_aligned(const T* data) {
   return reinterpret_cast<std::uintptr_t>(data) % (kVector * sizeof(T)) == 0;
 }
 
-/// Reads the first `count` elements, four at most. Misaligned ones are read one by one; the next
-/// ones come from the cache.
-template <typename T>
-__device__ void load_four(const T* from, int count, bool aligned, Four<T>& to) {
-  if (aligned && count >= kVector) {
-    to = *reinterpret_cast<const Four<T>*>(from);
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < kVector; ++k)
-    if (k < count) to.values[k] = from[k];
-}
-
-/// Writes the first `count` elements, four at most.
-template <typename T>
-__device__ void store_four(const Four<T>& four, T* to, int count, bool aligned) {
-  if (aligned && count >= kVector) {
-    *reinterpret_cast<Four<T>*>(to) = four;
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < kVector; ++k)
-    if (k < count) to[k] = four.values[k];
-}
-
 /// A thread's elements of one tensor, as they lie in memory.
 union Raw {
   unsigned char bytes[16] = {};
@@ -80,45 +53,7 @@ union Raw {
   __device__ Four<float>& of(float) { return wide; }
   __device__ Four<__nv_bfloat16>& of(__nv_bfloat16) { return bfloats; }
   __device__ Four<__half>& of(__half) { return halves; }
-};
-
-/// The part of a tensor that is one chunk.
-struct TensorChunk {
-  void* data;
-  Format format;
-  bool aligned;  // for loads and stores of vectors
-
-  __device__ TensorChunk(void* tensor, std::uint32_t type, std::int64_t start)
-      : data(static_cast<char*>(tensor) + start * size_of(static_cast<Format>(type))),
-        format(static_cast<Format>(type)),
-        aligned(reinterpret_cast<std::uintptr_t>(data) %
-                    static_cast<std::uintptr_t>(kVector * size_of(format)) ==
-                0) {}
-
-  /// Reads the first `count` elements. Nothing is computed with them here, so that the reads of
-  /// other tensors need not wait.
-  __device__ void load(int i, int count, Raw& raw) const {
-    visit_format(format, [&](auto tag) {
-      load_four(static_cast<const decltype(tag)*>(data) + i, count, aligned, raw.of(tag));
-    });
-  }
-
-  __device__ void widen(Raw& raw, float* values) const {
-    visit_format(format, [&](auto tag) {
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) values[k] = to_float(raw.of(tag).values[k]);
-    });
-  }
-
-  __device__ void store(const float* values, int i, int count) const {
-    visit_format(format, [&](auto tag) {
-      using T = decltype(tag);
-      Four<T> found;
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) from_float(values[k], &found.values[k]);
-      store_four(found, static_cast<T*>(data) + i, count, aligned);
-    });
-  }
+  __device__ Four<std::uint8_t>& of(std::uint8_t) { return codes; }
 };
 
 }  // namespace fastamp

@@ -10,14 +10,7 @@ constexpr std::uint32_t kMajorVersion = 1;
 constexpr const char* kCapsuleName = "dlpack_exchange_api";
 
 enum DeviceType : std::int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3 };
-enum TypeCode : std::uint8_t {
-  kInt = 0,
-  kUInt = 1,
-  kFloat = 2,
-  kBfloat = 4,
-  kComplex = 5,
-  kBool = 6
-};
+enum TypeCode : std::uint8_t { kInt, kUInt, kFloat, kBfloat = 4, kComplex, kBool };
 
 struct Device {
   std::int32_t type;

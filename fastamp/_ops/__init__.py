@@ -20,14 +20,9 @@ from fastamp._ops.private import (
 from fastamp._ops.sharded import hold, replicated
 from fastamp._ops.torch_update import TorchBackend
 from fastamp._ops.types import (
-    NO_GRADIENT,
-    NO_STATE,
-    PLAIN_TYPES,
     Clip,
-    Entry,
-    GradStats,
+    StepReport,
     Why,
-    entries_of,
     is_spread,
     local_of,
     moved,

@@ -1,9 +1,7 @@
-"""Which backend serves which tensor, and the handles of the compiled core.
+"""Which backend serves which device, and the handles of the compiled core.
 
-The choice follows the tensor's device: compiled CUDA code for CUDA, compiled CPU code for the CPU,
-torch's operators for every other device and for every tensor that compiled code cannot handle
-(float64, complex, sparse, with gaps in its memory). `FASTAMP_BACKEND` narrows the choice to one
-backend and the fallback.
+Compiled code serves CUDA and the CPU, and torch's operators every other device, and each tensor
+that is float64, complex, sparse, or has gaps in its memory.
 """
 
 import importlib.util
@@ -24,11 +22,7 @@ try:
 except ImportError:  # the folder of the sources
     NO_CUDA = "nothing was built"
 
-_KNOWN = ("cuda", "cpu", "fallback")  # best first
-Table: TypeAlias = tuple[Any, bool]
-"""The ops of the core for a type of device, and whether that device is apart from the host."""
-
-
+Table: TypeAlias = tuple[Any, bool]  # the core's ops, and whether the device is apart from the host
 PIP_INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
 
 
@@ -79,8 +73,7 @@ def _check_available(name: str, source: str) -> str:
     """Return the name of an available backend, or raise an error that lists what there is."""
     available = [*_tables(), "fallback"]
     if name not in available:
-        why = "is not available here" if name in _KNOWN else "is not a backend"
-        msg = f"{source}={name!r} {why}; available: {', '.join(available)}"
+        msg = f"{source}={name!r} is not available here; available: {', '.join(available)}"
         raise RuntimeError(msg)
     return name
 
@@ -106,9 +99,9 @@ def backends() -> list[str]:
     """Return the backends that fastamp uses here, best first.
 
     Returns:
-        A list out of "cuda", "cpu" and "fallback". "fallback" is pure Python and always there. With
-        the environment variable FASTAMP_BACKEND set, only that backend and the fallback. Beside
-        a GPU, a fastamp that was built without CUDA code warns once, with the reason.
+        A list out of "cuda", "cpu" and "fallback", which is pure Python and always there. With the
+        environment variable FASTAMP_BACKEND only that backend and the fallback. Beside a GPU a
+        fastamp that was built without CUDA code warns once.
 
     Example:
         >>> "fallback" in fastamp.backends()
@@ -146,11 +139,7 @@ def warn_of_fallback(device: torch.device) -> None:
 
 
 def why_fallback(device: torch.device) -> str | None:
-    """Say why the fallback serves a device, or return None if compiled code does.
-
-    Raises:
-        RuntimeError: a graph is being captured, which loading the kernels would break.
-    """
+    """Say why the fallback serves a device; None if compiled code does, which is loaded now."""
     if _only not in (None, device.type):
         return f"FASTAMP_BACKEND={_only} is set. Fix it: unset FASTAMP_BACKEND"
     if device.type not in {"cpu", "cuda"}:
@@ -172,26 +161,21 @@ def why_fallback(device: torch.device) -> str | None:
 
 
 class _Handles(dict[torch.device, Any]):
-    """The core's `Backend` of each device; None where the fallback serves it."""
-
     def __missing__(self, device: torch.device) -> Any:
-        handle = self[device] = _make_handle(device)
+        table = _tables().get(device.type)  # warns of an extension that cannot be loaded
+        why, handle = why_fallback(device), None
+        if why is not None and device.type == "cuda" and _only in (None, "cuda"):
+            _warn_of(why)
+        if why is None and table is not None:
+            index = device.index if device.type == "cuda" else None
+            handle = core().Backend(*table, device, index)
+        self[device] = handle
         return handle
 
 
 _handles = _Handles()
 backend_for = _handles.__getitem__
 """Returns the core's `Backend` of a device; None where the fallback serves it."""
-
-
-def _make_handle(device: torch.device) -> Any:
-    table = _tables().get(device.type)  # warns of an extension that cannot be loaded
-    why = why_fallback(device)
-    if why is not None and device.type == "cuda" and _only in (None, "cuda"):
-        _warn_of(why)
-    if why is not None or table is None:
-        return None
-    return core().Backend(*table, device, device.index if device.type == "cuda" else None)
 
 
 def core_for(device: torch.device) -> Any:

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from fastamp._ops.private import norms_of
-from fastamp._ops.types import PLAIN_TYPES, Clip, GradStats, Reduced
+from fastamp._ops.types import PLAIN_TYPES, Clip, Reduced, StepReport
 
-# Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
-# the copy stays in the cache, and the block below the size at which torch starts its threads.
+# Elements converted to float64 at a time; on the CPU fewer than those for which torch has threads.
 _CPU_BLOCK = 1 << 14
 _DEVICE_BLOCK = 1 << 22
 _WIDE = (torch.float64, torch.complex128)
@@ -62,7 +61,7 @@ def add_up(parts: Sequence[Reduced]) -> Reduced:
 
 
 @torch.no_grad()
-def finish(read: Reduced, clip: Clip) -> GradStats:
+def finish(read: Reduced, clip: Clip) -> StepReport:
     """Turn a sum into what a step needs: csrc/step/math.h, finish, in torch's operators."""
     total, found_inf, dtype = read
     one = torch.ones((), dtype=torch.float32, device=total.device)
@@ -78,7 +77,7 @@ def finish(read: Reduced, clip: Clip) -> GradStats:
         found_inf = torch.maximum(found_inf, clip.before)
     if clip.skipped is not None:
         clip.skipped.add_(found_inf)
-    return GradStats([norm, found_inf, clip_coef, clip_coef * inv_scale, scale.clone()])
+    return StepReport([norm, found_inf, clip_coef, clip_coef * inv_scale, scale.clone()])
 
 
 @torch.no_grad()

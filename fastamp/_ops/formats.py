@@ -35,29 +35,12 @@ def shape_of_scales(tensor: Tensor) -> tuple[int, int]:
     return len(tensor), -(-tensor.shape[1:].numel() // BLOCK_SIZE)
 
 
-def bits_of(values: Tensor) -> Tensor:
-    """Return the bits of float32 values as int32, whose sums and products wrap."""
-    return values.view(torch.int32)
-
-
 def _signed(bits: int) -> int:
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
 
 
 def _canonical(values: Tensor) -> Tensor:
-    return bits_of(values).masked_fill(values.isnan(), 0x7FC00000)
-
-
-def to_halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bfloat16 values, ties away from zero, and the rest as int16."""
-    bits = _canonical(values)
-    return (bits + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
-
-
-def from_halves(high: Tensor, low: Tensor) -> Tensor:
-    """Return the values that `to_halves` had; a zero's negative rest is another weight's."""
-    rest = low.masked_fill((high == 0) & (low < 0), 0)
-    return ((high.view(torch.int16).int() << 16) + rest).view(torch.float32)
+    return values.view(torch.int32).masked_fill(values.isnan(), 0x7FC00000)
 
 
 def mix(bits: Tensor, key: int) -> Tensor:
@@ -73,11 +56,8 @@ def mix(bits: Tensor, key: int) -> Tensor:
 
 def key_of(seed: int, step: int) -> int:
     """Return the key of a step: of an optimizer's seed and the count of steps."""
-
-    def mixed(bits: int, key: int) -> int:
-        return int(mix(torch.tensor(_signed(bits), dtype=torch.int32), key))
-
-    return mixed(step, mixed(seed, 0x9E3779B9))
+    of_seed = mix(torch.tensor(_signed(seed), dtype=torch.int32), 0x9E3779B9)
+    return int(mix(torch.tensor(step, dtype=torch.int32), int(of_seed)))
 
 
 def noise_of(states: list[Tensor], weights: Tensor, key: int) -> Tensor:
@@ -89,8 +69,8 @@ def noise_of(states: list[Tensor], weights: Tensor, key: int) -> Tensor:
     else:
         places = (torch.arange(weights.numel(), device=weights.device) % row).to(torch.int32)
         places = places.as_strided(weights.shape, weights.stride())  # in the order of memory
-    bits = bits_of(weights) * _signed(0x9E3779B1) + places
-    return mix(bits ^ bits_of(states[0]) if states else bits, key)
+    bits = weights.view(torch.int32) * _signed(0x9E3779B1) + places
+    return mix(bits ^ states[0].view(torch.int32) if states else bits, key)
 
 
 def round_randomly(values: Tensor, noise: Tensor) -> Tensor:
@@ -128,45 +108,32 @@ def encode(values: Tensor, *, signed: bool, noise: Tensor | None = None) -> tupl
     rounded randomly.
     """
     blocks, top, least = _in_blocks(values), _TOPS[signed], _LEAST[signed]
-    scales, inverses = _scales_of(blocks.abs().amax(dim=2, keepdim=True), top)
-    scaled = blocks.abs() * inverses
+    largest = blocks.abs().amax(dim=2, keepdim=True)
+    inverse_top = torch.tensor(1.0, dtype=torch.float32) / top
+    is_finite, is_zero = largest < torch.inf, largest < _SMALLEST
+    scales = torch.where(is_finite, largest * inverse_top, torch.inf).masked_fill(is_zero, 0.0)
+    inverses = torch.where(is_finite, torch.full_like(largest, top) / largest, 0.0)
+    scaled = blocks.abs() * inverses.masked_fill(is_zero, 0.0)
     limited = torch.where(scaled < top, scaled, top).clamp_(min=least)
     added: Any = 1 << _DROPPED - 1
     if noise is not None:
         shift = _DROPPED - 16
         added = ((_in_blocks(noise) >> 16 & 0xFFFF) << shift) + (1 << shift - 1)
-    codes = bits_of(limited + (1 - least)) + added - _ONE >> _DROPPED
+    codes = (limited + (1 - least)).view(torch.int32) + added - _ONE >> _DROPPED
     if signed:
-        codes |= bits_of(blocks) >> 24 & 128
+        codes |= blocks.view(torch.int32) >> 24 & 128
     return _in_rows(codes, values.shape).to(torch.uint8), scales[..., 0]
-
-
-def _scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Return the scales of blocks with these largest magnitudes, and what values are scaled by."""
-    inverse_top = torch.tensor(1.0, dtype=torch.float32) / top
-    is_finite, is_zero = largest < torch.inf, largest < _SMALLEST
-    scales = torch.where(is_finite, largest * inverse_top, torch.inf)
-    inverses = torch.where(is_finite, torch.full_like(largest, top) / largest, 0.0)
-    return scales.masked_fill(is_zero, 0.0), inverses.masked_fill(is_zero, 0.0)
 
 
 class State(NamedTuple):
     """A state of a rule, and how it is stored in 16 or 8 bits; see csrc/step/rules.h."""
 
     name: str
+    codes: str  # in 8 bits, which torch's optimizers do not know
+    scale: str  # of the codes
     option: str = ""  # that it depends on
     has_sign: bool = True
     is_random: bool = True  # whether it is rounded randomly, rather than to the nearest
-
-    @property
-    def codes(self) -> str:
-        """The name of its codes in 8 bits, which torch's optimizers do not know."""
-        return f"{self.name}_codes"
-
-    @property
-    def scale(self) -> str:
-        """The name of the scales of its codes."""
-        return f"{self.name}_scale"
 
     def read(self, state: dict[str, Any]) -> Tensor:
         """Return its float32 values."""
@@ -188,11 +155,10 @@ class State(NamedTuple):
             state[self.name].copy_(values)
 
 
-STATES = {
-    "Adam": (State("exp_avg", is_random=False), State("exp_avg_sq", has_sign=False)),
-    "SGD": (State("momentum_buffer", "momentum"),),
-    "Lion": (State("exp_avg"),),
-}
+_FIRST = State("exp_avg", "exp_avg_codes", "exp_avg_scale")
+_SECOND = State("exp_avg_sq", "exp_avg_sq_codes", "exp_avg_sq_scale", has_sign=False)
+_BUFFER = State("momentum_buffer", "momentum_buffer_codes", "momentum_buffer_scale", "momentum")
+STATES = {"Adam": (_FIRST._replace(is_random=False), _SECOND), "SGD": (_BUFFER,), "Lion": (_FIRST,)}
 """Of rules, in the order of csrc/step/rules.h."""
 
 
@@ -207,27 +173,27 @@ def names_of(rule: str, group: dict[str, Any], state: dict[str, Any]) -> list[st
     return [each.codes if each.codes in state else each.name for each in states]
 
 
-def low_of(state: dict[str, Any]) -> Tensor:
-    """View a lower half as int16: it is pairs of bytes, which gloo and NCCL can gather."""
-    low: Tensor = state["low"].view(torch.int16)[..., 0]
-    return low
-
-
 def read_weights(param: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return a parameter's float32 weights."""
-    if "low" in state and param.dtype == torch.bfloat16:
-        return from_halves(param, low_of(state))
-    return param.float()
+    """Return a parameter's float32 weights.
+
+    The lower half is pairs of bytes, which gloo and NCCL can gather. A zero's negative one belongs
+    to another weight.
+    """
+    if "low" not in state or param.dtype != torch.bfloat16:
+        return param.float()
+    low: Tensor = state["low"].view(torch.int16)[..., 0]
+    rest = low.masked_fill((param == 0) & (low < 0), 0)
+    return ((param.view(torch.int16).int() << 16) + rest).view(torch.float32)
 
 
 def write_weights(
     param: Tensor, state: dict[str, Any], weights: Tensor, noise: Tensor | None = None
 ) -> None:
     """Write float32 weights as the parameter keeps them; without noise to the nearest."""
-    if "low" in state and param.dtype == torch.bfloat16:
-        high, low = to_halves(weights)
-        param.copy_(high)
-        low_of(state).copy_(low)
+    if "low" in state and param.dtype == torch.bfloat16:  # ties of the upper half away from zero
+        bits = _canonical(weights)
+        param.copy_((bits + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16))
+        state["low"].view(torch.int16)[..., 0].copy_(bits.to(torch.int16))
     elif param.dtype == torch.bfloat16 and noise is not None:
         param.copy_(round_randomly(weights, noise))
     else:

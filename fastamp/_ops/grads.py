@@ -1,8 +1,4 @@
-"""A list of gradients, each read by the backend that serves it.
-
-On the CPU and CUDA compiled code reads dense tensors of 32 and 16 bits, and torch's operators all
-others.
-"""
+"""A list of gradients: compiled code reads dense 32 and 16 bits, torch's operators the others."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +8,7 @@ from torch import Tensor
 
 from fastamp._ops import fallback
 from fastamp._ops.choose import backend_for
-from fastamp._ops.types import Clip, GradStats, Reduced, moved
+from fastamp._ops.types import Clip, Reduced, StepReport, moved
 
 
 class Part:
@@ -49,27 +45,18 @@ class Grads:
         self.device = parts[0].device
         """The first gradient's, which the statistics are on."""
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All gradients, of DTensors this rank's shards."""
-        return [tensor for part in self._parts for tensor in part.tensors]
-
-    def measure(self, clip: Clip) -> GradStats:
+    def measure(self, clip: Clip) -> StepReport:
         """Read every element once; the tensors of `clip` lie on `device`."""
         first, *others = self._parts
         if self._reduce is not None:
             return fallback.finish(self._reduce(self._parts), clip)
         if first.backend is not None and not others:
-            return GradStats(first.backend.grad_stats(first.packed, *clip))
+            return StepReport(first.backend.grad_stats(first.packed, *clip))
         return fallback.finish(fallback.add_up([part.reduce() for part in self._parts]), clip)
 
     def rescale_(self, factor: Tensor) -> None:
-        """Multiply every element by a 0-dim tensor, rounding once to its dtype.
-
-        Raises:
-            RuntimeError: a tensor cannot be written in place. Only the fallback's tensors can raise
-                this, so they are written before the compiled backends'.
-        """
+        """Multiply every element by a 0-dim tensor, rounding once to its dtype."""
+        # First the fallback's tensors, some of which cannot be written in place: torch's error.
         for part in sorted(self._parts, key=lambda part: part.backend is not None):
             part.rescale_(factor)
 

@@ -9,10 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as of_all
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -20,8 +17,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 def untraced(function: C) -> C:
     """Have torch.compile break its graph once where a function is called, and not trace it.
 
-    `torch.compiler.disable` does the same, but imports dynamo, which takes a second, and adds a
-    frame to every call. It is used where the name is gone.
+    Without the name `torch.compiler.disable` does it, which takes a second to import.
     """
     try:
         hooks: Any = torch._C._dynamo.eval_frame
@@ -34,32 +30,20 @@ def untraced(function: C) -> C:
 
 
 def has_step_hook(attributes: dict[str, Any]) -> bool:
-    """Say whether hooks run around an optimizer's step, from its attributes: torch then steps.
-
-    Without the names an optimizer counts as hooked, and torch makes all steps.
-    """
-    return bool(
-        _BEFORE_STEPS
-        or _AFTER_STEPS
-        or attributes.get("_optimizer_step_pre_hooks", True)
-        or attributes.get("_optimizer_step_post_hooks", True)
-    )
+    """Say whether hooks run around an optimizer's step; without the names they do."""
+    get = attributes.get
+    own = get("_optimizer_step_pre_hooks", True) or get("_optimizer_step_post_hooks", True)
+    return bool(own or _BEFORE_STEPS or _AFTER_STEPS)
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Note that a step was made, as the wrapper of torch's schedulers around `step` does.
-
-    A scheduler warns if it steps before its optimizer. Without the name it would warn.
-    """
+    """Note that a step was made, as torch's schedulers do, or they would warn of none."""
     if "step" in vars(optimizer):
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the shard of a DTensor, or any other tensor itself.
-
-    `to_local` makes a view of a parameter's, and takes five times as long.
-    """
+    """Return the shard of a DTensor, or any other tensor: `to_local` would make a view."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -68,21 +52,14 @@ def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=dtype))
 
 
-# Says whether a TorchDispatchMode is on, as allow_mutation_on_saved_tensors or FakeTensorMode: it
-# sees torch's operators only, so torch steps. Without the name modes are not noticed.
+# Says whether a TorchDispatchMode is on, which sees torch's operators only, so that torch steps.
+# Without the name modes are not noticed.
 in_dispatch_mode: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
 
-# Says whether torch's profiler is on, for which a step opens a range of its name. Without the name
-# there is no range.
+# Says whether torch's profiler is on. Without the name there are no ranges for it.
 is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", bool)
 
 
-def _hooks_of(register: Callable[..., Any]) -> Any:
-    """Return the dict that hooks for all optimizers are registered in."""
-    handle = register(lambda *_: None)
-    handle.remove()
-    return handle.hooks_dict_ref()
-
-
-_BEFORE_STEPS = _hooks_of(register_optimizer_step_pre_hook)
-_AFTER_STEPS = _hooks_of(register_optimizer_step_post_hook)
+# Hooks for all optimizers; without the names an optimizer counts as hooked.
+_BEFORE_STEPS = getattr(of_all, "_global_optimizer_pre_hooks", True)
+_AFTER_STEPS = getattr(of_all, "_global_optimizer_post_hooks", True)

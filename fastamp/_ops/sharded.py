@@ -1,7 +1,7 @@
 """Gradients over ranks: DTensors, and plain tensors over a process group.
 
-Every rank reads what it holds, and divides its sum of squares by the number of ranks that hold the
-same elements. One all-reduce in each process group adds up the sums and the flags of all ranks.
+Every rank divides its sum of squares by the number of ranks that hold the same elements. One
+all-reduce in each process group adds up the sums and the flags.
 """
 
 import math
@@ -35,9 +35,8 @@ def hold(
 ) -> Grads | None:
     """Return gradients as this rank holds them; None if there are none, here or on other ranks.
 
-    The collectives follow from their owners, which all ranks know: a rank without a gradient, as of
-    an expert that no token chose, joins in. Partial DTensors are reduced first: in the `.grad` of
-    the owners, which are given if the gradients will be written, or else into copies.
+    The collectives follow from the owners, which all ranks know: a rank without a gradient joins
+    in. Partial DTensors are reduced first, in the `.grad` of the owners or else into copies.
     """
     owners = list(owners)
     if process_group is None and not any(map(is_spread, [*tensors, *owners])):
@@ -86,8 +85,17 @@ def replicated(value: Tensor, like: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _reduce(layouts: Sequence[Layout], meshes: Sequence[Any], parts: Sequence[Part]) -> Reduced:
-    """Read this rank's parts, then add up over all ranks; the result is the same on each."""
-    _refuse_submeshes(meshes)
+    """Read this rank's parts, then add up over all ranks; the result is the same on each.
+
+    As torch does, it refuses meshes of different ranks: other ranks may have other tensors.
+    """
+    different = {id(mesh): mesh for mesh in meshes}.values()
+    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in different}
+    if len(ranks) > 1:
+        msg = f"gradients on meshes of different ranks, {sorted(ranks)}: ranks would get different "
+        msg += "norms. Give process_group= if each mesh holds tensors of its own (experts); put "
+        msg += "those that all ranks share on the largest mesh, with Replicate()"
+        raise ValueError(msg)
     reads: dict[Any, list[Reduced]] = {}
     for layout, part in zip(layouts, parts, strict=True):
         read = part.reduce()
@@ -101,17 +109,6 @@ def _reduce(layouts: Sequence[Layout], meshes: Sequence[Any], parts: Sequence[Pa
             packed = _all_reduce(packed, group)
         sums.append(Reduced(packed[0], packed[1].clamp(max=1.0).to(torch.float32), dtype))
     return add_up(sums)
-
-
-def _refuse_submeshes(meshes: Sequence[Any]) -> None:
-    """Refuse meshes of different ranks, as torch does: other ranks may have other tensors."""
-    different = {id(mesh): mesh for mesh in meshes}.values()
-    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in different}
-    if len(ranks) > 1:
-        msg = f"gradients on meshes of different ranks, {sorted(ranks)}: ranks would get different "
-        msg += "norms. Give process_group= if each mesh holds tensors of its own (experts); put "
-        msg += "those that all ranks share on the largest mesh, with Replicate()"
-        raise ValueError(msg)
 
 
 @torch.no_grad()

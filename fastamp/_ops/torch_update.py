@@ -1,11 +1,8 @@
-"""The update of lean optimizers in torch's operators, where the core does not serve a device.
-
-It gets the core's bits, and takes many times as long.
-"""
+"""The update of lean optimizers in torch's operators: the core's bits in many times its time."""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +11,8 @@ from torch import Tensor
 from fastamp._ops import fallback, formats
 from fastamp._ops.types import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
 
+Group: TypeAlias = dict[str, Any]
+Tensors: TypeAlias = tuple[Tensor, ...]
 _PART = 1 << 18  # elements: 1 MiB of float32 stays in the caches, and torch uses all its threads
 
 
@@ -31,12 +30,7 @@ class TorchBackend(NamedTuple):
 
     @torch.no_grad()
     def apply(
-        self,
-        _update: object,
-        entries: list[Entry],
-        factor: Tensor | None,
-        found_inf: Tensor | None,
-        drops: bool,  # noqa: FBT001 - the core's signature
+        self, entries: list[Entry], factor: Tensor | None, found_inf: Tensor | None, drops: object
     ) -> None:
         """Multiply the gradients and update, unless `found_inf` is 1.0."""
         if found_inf is None or not found_inf.item():
@@ -52,7 +46,6 @@ def _refusal(rule: str, entry: Entry) -> Why | None:
     """Say why a parameter cannot be updated, as the core does."""
     group, param, _, grad, state = entry
     names = formats.names_of(rule, group, state)
-    plain = [name.removesuffix("_codes") for name in names if name.endswith("_codes")]
     order, text = _order(param), ""
     if param.dtype not in formats.DTYPES or order != _order(torch.empty_like(param, device="meta")):
         text = "a parameter's dtype, layout or device"
@@ -62,7 +55,7 @@ def _refusal(rule: str, entry: Entry) -> Why | None:
         return NO_STATE
     elif param.dtype == torch.bfloat16 and group["exact"] != ("low" in state):
         text = "low: exact was changed"
-    elif beside := [name for name in plain if name in state]:
+    elif beside := [n for n in state if f"{n}_codes" in names]:
         text = f"{beside[0]} was set beside its codes"
     elif wrong := [name for name in names if _order(state[name]) != order]:
         text = f"{wrong[0]}: its shape or layout"
@@ -76,10 +69,7 @@ def _order(tensor: Tensor) -> tuple[torch.Size, list[int]]:
 
 
 def _update_one(rule: str, entry: Entry, factor: float) -> None:
-    """Update one parameter by csrc/step/rules.h, each operation rounded by itself.
-
-    It goes by some rows at a time, so that all tensors on the way stay in the cache.
-    """
+    """Update one parameter by csrc/step/rules.h, some rows at a time, which stay in the cache."""
     group, param, _, grad, state = entry
     state["step"] += 1
     step, states = int(state["step"].item()), formats.states_of(rule, group)
@@ -102,14 +92,8 @@ def _update_one(rule: str, entry: Entry, factor: float) -> None:
             each.write(held, new, noise)
 
 
-def _adam(
-    group: dict[str, Any],
-    step: int,
-    grad: Tensor,
-    weights: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-) -> tuple[Tensor, ...]:
+def _adam(group: Group, step: int, grad: Tensor, weights: Tensor, *moments: Tensor) -> Tensors:
+    exp_avg, exp_avg_sq = moments
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     weights = weights * (1 - lr * group["weight_decay"])
     if 1 - beta1 >= 0.5:  # interpolated from the nearer end, as torch.lerp does
@@ -123,9 +107,7 @@ def _adam(
     return weights - change, exp_avg, exp_avg_sq
 
 
-def _sgd(
-    group: dict[str, Any], _step: int, grad: Tensor, weights: Tensor, *buffers: Tensor
-) -> tuple[Tensor, ...]:
+def _sgd(group: Group, _step: int, grad: Tensor, weights: Tensor, *buffers: Tensor) -> Tensors:
     momentum, decay = group["momentum"], group["weight_decay"]
     grad = grad + weights * decay if decay else grad
     after = [buffer * momentum + grad for buffer in buffers]
@@ -134,16 +116,14 @@ def _sgd(
     return weights - grad * float(group["lr"]), *after
 
 
-def _lion(
-    group: dict[str, Any], _step: int, grad: Tensor, weights: Tensor, exp_avg: Tensor
-) -> tuple[Tensor, ...]:
+def _lion(group: Group, _step: int, grad: Tensor, weights: Tensor, exp_avg: Tensor) -> Tensors:
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     change = (exp_avg * beta1 + grad * (1 - beta1)).sign() * lr
     weights = weights * (1 - lr * group["weight_decay"]) - change
     return weights, exp_avg * beta2 + grad * (1 - beta2)
 
 
-RULES: dict[str, Callable[..., tuple[Tensor, ...]]] = {"Adam": _adam, "SGD": _sgd, "Lion": _lion}
+RULES: dict[str, Callable[..., Tensors]] = {"Adam": _adam, "SGD": _sgd, "Lion": _lion}
 
 
 def _power(base: float, exponent: int) -> float:

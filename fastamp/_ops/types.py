@@ -1,12 +1,10 @@
 """What a read of gradients takes and returns, and which tensors compiled code may read."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from fastamp._ops.private import local_tensor
 
@@ -21,21 +19,24 @@ def unread(found_inf: Tensor | None = None) -> list[Tensor]:
 
 
 def _value(place: int) -> Any:
-    def read(self: "GradStats") -> Tensor:
+    def read(self: "StepReport") -> Tensor:
         return (unread() if self.values is None else self.values)[place]
 
     return property(read)
 
 
-class GradStats:
-    """The statistics of one read of the gradients: 0-dim tensors, made without a wait.
+class StepReport:
+    """What one read or step found and did: 0-dim tensors on the gradients' device.
 
-    `norm`, `clip_coef` and `factor` are float64 where a gradient has 64 bits, else float32.
+    They are made without a wait; `norm`, `clip_coef` and `factor` are float64 where a gradient has
+    64 bits, else float32.
 
-    Args:
-        values: norm, found_inf, clip_coef, factor and scale; from compiled code one tensor of five
-            elements, of which views are made only if somebody looks: five tensors take a tenth of
-            a small network's step. None where nothing was read.
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> report = fastamp.optimizer_step(torch.optim.SGD([weight]), max_norm=1.0)
+        >>> report.norm, report.clip_coef, report.skipped
+        (tensor(5.), tensor(0.2000), False)
     """
 
     norm: Tensor = _value(0)
@@ -50,15 +51,28 @@ class GradStats:
     scale: Tensor = _value(4)
     """The loss scale at the time of the read; 1 without scaling."""
 
-    def __init__(self, values: Tensor | Sequence[Tensor] | None) -> None:
+    def __init__(self, values: Tensor | Sequence[Tensor] | None, way: str = "") -> None:
+        # Compiled code's are one tensor: views of it are made only if somebody looks, as five
+        # tensors take a tenth of a small network's step. None: nothing was read.
         self.values = values
+        self.way = way
+        """How the step was made: "native", by fastamp, in one call of the core or, with Muon
+        and over ranks, in several; "fallback", a lean optimizer's in torch's operators; or
+        "torch's: " and the reason, by the optimizer's own `step`."""
 
-    def replace(self, **changed: Tensor) -> Self:
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer left the parameters as they were; waits for the device."""
+        return bool(self.found_inf.item())
+
+    def replace(self, **changed: Tensor) -> "StepReport":
         """Return a copy in which the statistics of these names are others."""
         names = ("norm", "found_inf", "clip_coef", "factor", "scale")
-        other = copy.copy(self)
-        other.values = [changed.get(name, getattr(self, name)) for name in names]
-        return other
+        return StepReport([changed.get(name, getattr(self, name)) for name in names], self.way)
+
+    def __repr__(self) -> str:
+        names = ("norm", "clip_coef", "found_inf", "scale", "way")
+        return f"StepReport({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 class Clip(NamedTuple):
@@ -72,11 +86,7 @@ class Clip(NamedTuple):
 
 
 class Why(NamedTuple):
-    """Why a step is not made in one call of the core. What follows depends on the kind alone.
-
-    Torch makes the step; fastamp measures, then updates; the state has to be made first; or there
-    is nothing to do. The text is for people.
-    """
+    """Why a step is not made in one call of the core; what follows depends on the kind alone."""
 
     kind: Literal["torch", "halves", "no state", "no gradient"]
     text: str

@@ -2,11 +2,12 @@
 
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
+from fastamp._ops import StepReport
 from fastamp.step.clip import clip_grad_norm_, get_total_norm
 from fastamp.step.lean import to_torch
+from fastamp.step.nonfinite import NonFinite, nonfinite_parameters
 from fastamp.step.optimizer_step import optimizer_step
 from fastamp.step.optimizers import SGD, AdamW, Lion
-from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters
 from fastamp.step.scaler import GradScaler
 
 __all__ = [

@@ -6,19 +6,15 @@ import torch.distributed as dist
 
 
 def check_optimizers(optimizers: list[Any], needed: str) -> None:
-    """Refuse an empty list, one with an optimizer twice, and what is no optimizer."""
+    """Refuse an empty list, and what is no optimizer."""
     if not optimizers:
         msg = "optimizer: expected at least one, got an empty list"
         raise ValueError(msg)
-    places: dict[int, int] = {}
     for place, each in enumerate(optimizers):
         if not hasattr(each, needed):
             name = f"optimizer[{place}]" if len(optimizers) > 1 else "optimizer"
             msg = f"{name}: expected an optimizer, got a {type(each).__name__}"
             raise TypeError(msg)
-        if (again := places.setdefault(id(each), place)) != place:
-            msg = f"optimizer[{place}]: the same as optimizer[{again}]; expected each once"
-            raise ValueError(msg)
 
 
 def as_bound(name: str, value: Any, *, above_zero: bool = False) -> float:
@@ -26,9 +22,7 @@ def as_bound(name: str, value: Any, *, above_zero: bool = False) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        several = hasattr(value, "param_groups")
-        got = "an optimizer: several go into a list" if several else f"{value!r:.200}"
-        msg = f"{name}: expected a number, got {got}"
+        msg = f"{name}: expected a number, got {value!r:.200}"
         raise TypeError(msg) from error
     if not (number > 0 or (number == 0 and not above_zero)):
         bound = "above 0" if above_zero else "of at least 0"

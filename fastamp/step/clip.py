@@ -26,16 +26,16 @@ def clip_grad_norm_(
 
     The gradients are read once, and written once only if their norm is too large. Squares are
     summed in float64: unlike torch's, the norm cannot overflow and is exact to the last float32
-    bit. DTensors may have any placements on meshes of the same ranks, mixed with plain tensors that
-    are the same on all these ranks: one all-reduce a group. In torch.compile it is torch's.
+    bit. DTensors may be mixed with plain tensors that are the same on all their ranks. In
+    torch.compile it is torch's.
 
     Args:
-        parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
-            layouts and devices. Those without a gradient are skipped.
+        parameters: a tensor or an iterable of tensors, those with a `.grad` of any shapes, dtypes,
+            layouts and devices.
         max_norm: largest norm of the gradients afterwards.
         norm_type: order of the norm; other orders than 2 are torch's own functions'.
         error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
-        foreach: accepted for compatibility; fastamp always handles the list as a whole.
+        foreach: has no effect.
 
     Returns:
         The norm before clipping, a 0-dim tensor on the first gradient's device, of DTensors a
@@ -43,8 +43,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; nothing is changed.
-        TypeError: `max_norm` is not a number.
-        ValueError: `max_norm` is NaN or below 0.
+        TypeError, ValueError: `max_norm` is not a number, NaN, or below 0.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -54,16 +53,17 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    parameters = _as_list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     max_norm, norm_type = as_bound("max_norm", max_norm), float(norm_type)
-    read = _hold(grads, norm_type, parameters)
-    if read is None:
-        return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    stats = read.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
-    _check_finite(stats.norm, error_if_nonfinite)
-    read.rescale_(stats.factor)
-    return _ops.replicated(stats.norm, grads)
+    is_torchs = norm_type != 2 or torch.compiler.is_compiling()
+    read = None if is_torchs else _ops.hold(grads, owners=parameters)
+    if read is not None:
+        stats = read.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
+        if not error_if_nonfinite or stats.norm.isfinite():  # else torch raises its error
+            read.rescale_(stats.factor)
+            return _ops.replicated(stats.norm, grads)
+    return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 @torch.no_grad()
@@ -75,40 +75,18 @@ def get_total_norm(
 ) -> Tensor:
     """Return the norm of all tensors together, as `torch.nn.utils.get_total_norm`, but exact.
 
-    Args:
-        tensors: a tensor or an iterable of tensors; any shapes, dtypes, layouts and devices.
-        norm_type: as in `clip_grad_norm_`.
-        error_if_nonfinite: as in `clip_grad_norm_`.
-        foreach: as in `clip_grad_norm_`, as are the results and errors.
+    Tensors may have any shapes, dtypes, layouts and devices; the rest is as in `clip_grad_norm_`.
 
     Example:
         >>> fastamp.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    tensors, norm_type = _as_list(tensors), float(norm_type)
-    read = _hold(tensors, norm_type)
-    if read is None:
-        return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    norm = read.measure(_ops.Clip()).norm
-    _check_finite(norm, error_if_nonfinite)
-    return _ops.replicated(norm, tensors)
-
-
-def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return one tensor or an iterable of them, as torch.nn.utils takes them, as a list."""
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _hold(tensors: list[Tensor], order: float, owners: Iterable[Tensor] = ()) -> _ops.Grads | None:
-    """Return gradients as fastamp reads them; None if torch has to, or there are none."""
-    is_torchs = order != 2 or torch.compiler.is_compiling()
-    return None if is_torchs else _ops.hold(tensors, owners=owners)
-
-
-def _check_finite(norm: Tensor, error_if_nonfinite: object) -> None:
-    """Raise torch's error."""
-    if error_if_nonfinite and not norm.isfinite():
-        msg = "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it "
-        msg += "cannot be clipped. To disable this error and scale the gradients by the "
-        msg += "non-finite norm anyway, set `error_if_nonfinite=False`"
-        raise RuntimeError(msg)
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    norm_type = float(norm_type)
+    is_torchs = norm_type != 2 or torch.compiler.is_compiling()
+    read = None if is_torchs else _ops.hold(tensors)
+    if read is not None:
+        norm = read.measure(_ops.Clip()).norm
+        if not error_if_nonfinite or norm.isfinite():
+            return _ops.replicated(norm, tensors)
+    return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)

@@ -16,13 +16,11 @@ from fastamp.step.arguments import as_bound
 MOMENTS = ("float32", "bfloat16", "8bit")
 _LEAST_EPS = 1e-12
 _FEW = 1 << 16  # elements whose moments are not worth a warning
-# Of a group: these stay as they are when a state is loaded, the rest is loaded.
-_STAY = ("moments", "exact", "fused")
-_NOT_LOADED = ("amsgrad", "foreach", "capturable", "differentiable")  # of torch's groups
+_STAY = ("moments", "exact", "fused")  # of a group when a state is loaded
+_NOT_LOADED = ("foreach", "capturable")  # of torch's groups, which have no effect here
 _REMEDY = "optimizer.load_state_dict(optimizer.state_dict()) converts a state after a change of "
 _REMEDY += "`exact` or of a parameter, del optimizer.state[parameter] lets it begin anew, "
-_REMEDY += "parameter.data = parameter.data.contiguous() closes gaps in memory, and gradients lie "
-_REMEDY += "in their parameter's order: torch.empty_like(parameter).copy_(parameter.grad)"
+_REMEDY += "p.data = p.data.contiguous() closes gaps, and p.grad lies in memory as p does"
 
 
 class Lean(Optimizer):
@@ -37,13 +35,8 @@ class Lean(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, whose options may differ; see `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
-        group, place = self.param_groups[-1], len(self.param_groups) - 1
-        try:
-            _check_options(group)
-            _check_parameters(group, place)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+        self._check_options(self.param_groups[-1])
+        _check_parameters(self.param_groups[-1], len(self.param_groups) - 1)
 
     @_ops.untraced
     def step(self, closure: Any = None) -> Any:
@@ -53,10 +46,9 @@ class Lean(Optimizer):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex, on another device or in another order of
-                memory than its parameter; tensors share memory; `exact`, or a parameter's dtype,
-                shape or order of memory, changed after its first step; or a state was set that has
-                8-bit codes. The parameter is named.
+            RuntimeError: a gradient is of another layout or on another device than its parameter;
+                tensors share memory; `exact` or a parameter changed after its first step; or a
+                state was set that has 8-bit codes. The parameter is named.
         """
         loss = None
         if closure is not None:
@@ -82,17 +74,13 @@ class Lean(Optimizer):
     def load_master_weights(self, weights: Sequence[Tensor]) -> None:
         """Set the parameters to float32 weights, as `master_weights` returns them.
 
-        Args:
-            weights: one tensor for each parameter, as `master_weights` returns them.
-
         Raises:
             ValueError: their number or a shape differs; nothing is written.
         """
         params = [(group, p) for group in self.param_groups for p in group["params"]]
         shapes = [tuple(local_of(p).shape) for _, p in params]
-        if (given := [tuple(each.shape) for each in weights]) != shapes:
-            msg = f"weights: expected tensors of the shapes {shapes}, got {given}"
-            raise ValueError(msg)
+        given = [tuple(each.shape) for each in weights]
+        _require(given == shapes, f"weights: expected tensors of the shapes {shapes}, got {given}")
         for (group, param), new in zip(params, weights, strict=True):
             if _has_low(group, param) and "low" not in self.state[param]:
                 self.state[param] = self._new_state(group, param)
@@ -132,61 +120,82 @@ class Lean(Optimizer):
         the same ones. Lower halves that were not saved, as by torch's optimizer, become zeros.
 
         Raises:
-            ValueError: the groups or shapes differ from this optimizer's, an option is not
-                supported, or a state has another dtype than it was saved in; the optimizer is
-                unchanged.
+            ValueError: the groups, a shape or a dtype are not those expected, or an option is not
+                supported; the optimizer is unchanged.
         """
-        groups, loaded = self._loadable(state_dict)
-        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
-        self.state.update(loaded)
-
-    def _loadable(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Tensor, Any]]:
-        """Return the groups of a saved state, and its states in this optimizer's formats."""
-        saved_groups, saved = state_dict["param_groups"], state_dict["state"]
-        for group in saved_groups:
-            refuse(torch.optim.AdamW, amsgrad=group.get("amsgrad"))
-        sizes = [[len(group["params"]) for group in g] for g in (saved_groups, self.param_groups)]
+        saved, groups, loaded = state_dict["param_groups"], [], {}
+        sizes = [[len(group["params"]) for group in each] for each in (saved, self.param_groups)]
         shown = f"state_dict: groups of {sizes[0]} parameters; this optimizer has {sizes[1]}"
         _require(sizes[0] == sizes[1], shown)
-        groups, loaded = [], {}
-        for group, ours in zip(saved_groups, self.param_groups, strict=True):
+        for group, ours in zip(saved, self.param_groups, strict=True):
             new = {name: value for name, value in group.items() if name not in _NOT_LOADED}
             stay = {name: ours[name] for name in _STAY}
             groups.append({**self.defaults, "seed": ours["seed"], **new, **stay})
-            _check_options(groups[-1])
+            self._check_options(groups[-1])
             for place, param in zip(group["params"], ours["params"], strict=True):
-                if saved.get(place):
-                    loaded[param] = self._converted(saved[place], groups[-1], param, place)
-        return groups, loaded
+                if state := state_dict["state"].get(place):
+                    loaded[param] = self._converted(state, groups[-1], param, place)
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        self.state.update(loaded)
 
     def _converted(
         self, saved: dict[str, Any], group: dict[str, Any], param: Tensor, place: object
     ) -> dict[str, Any]:
         """Return a saved state in the formats of a parameter."""
-        state = self._new_state(group, param)
-        states = formats.states_of(self.rule, group)
+        state, shape = self._new_state(group, param), local_of(param).shape
         ours, theirs = _local_state(state), _local_state(saved)
-        needed = {*formats.names_of(self.rule, group, theirs)}
-        needed |= {"step"} if self.rule == "Adam" else set()
-        missing = ", ".join(sorted(needed - saved.keys()))
-        _require(not missing, f"state_dict: parameter {place} has no {missing}")
         theirs = {name: value for name, value in theirs.items() if value is not None}
-        _check_saved(states, theirs, local_of(param).shape, place)
+        expected: dict[str, Any] = {"low": ((*shape, 2), "uint8")} if "low" in theirs else {}
+        states = formats.states_of(self.rule, group)
+        for each in states:
+            if each.codes in theirs:
+                scales = formats.shape_of_scales(local_of(param))
+                expected |= {each.codes: (shape, "uint8"), each.scale: (scales, "float32")}
+            else:
+                expected[each.name] = shape, "float32 or bfloat16"
+        for name, (size, dtypes) in expected.items():
+            found: Any = theirs.get(name)
+            shown = f"state_dict: {name} of parameter {place} is "
+            _require(found is not None, f"{shown}missing")
+            shown += f"{found.dtype} of shape {tuple(found.shape)}, expected {dtypes} of "
+            shown += f"{tuple(size)}: something converted it since it was saved"
+            is_valid = f"{found.dtype}".removeprefix("torch.") in dtypes.split(" or ")
+            _require(is_valid and found.shape == size, shown)
+        is_counted = "step" in theirs or self.rule != "Adam"
+        _require(is_counted, f"state_dict: step of parameter {place} is missing")
         state["step"].fill_(float(theirs.pop("step", 0)))
         for each in states:
-            is_there = each.codes in theirs or each.name in theirs
-            if is_there and (each.codes in theirs) != (each.codes in ours):
+            if (each.codes in theirs) != (each.codes in ours):
                 each.write(ours, each.read(theirs))
         for name in ours.keys() & theirs.keys():  # in the same format: bit for bit
             ours[name].copy_(theirs[name])
         return state
 
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """Refuse wrong options of a group; make floats of NumPy's and tensors, for the core."""
+        name, lr, moments, seed = type(self).__name__, group["lr"], group["moments"], group["seed"]
+        for option in ("amsgrad", "differentiable", "dampening"):
+            shown = f"{option}={group.get(option)}: fastamp.{name} does not support it; "
+            _require(not group.get(option), f"{shown}torch.optim.{name} does")
+        if isinstance(lr, Tensor):
+            valid = lr.numel() == 1 and lr >= 0
+            _require(valid, f"lr: expected one number of at least 0, got {lr}")
+        for option in ("lr", "eps", "weight_decay", "momentum", "dampening"):
+            if option in group and not isinstance(group[option], Tensor if option == "lr" else ()):
+                group[option] = as_bound(option, group[option])
+        if "betas" in group:
+            group["betas"] = betas = tuple(as_bound("betas", beta) for beta in group["betas"])
+            is_valid = len(betas) == 2 and all(beta < 1 for beta in betas)
+            _require(is_valid, f"betas: expected two numbers from 0 to below 1, got {betas}")
+        _require(moments in MOMENTS, f"moments: expected one of {MOMENTS}, got {moments!r}")
+        is_valid = moments != "8bit" or group.get("eps", 1) >= _LEAST_EPS
+        _require(is_valid, f"eps: expected at least {_LEAST_EPS} with moments='8bit'")
+        is_valid = isinstance(seed, int) and 0 <= seed < 1 << 32
+        _require(is_valid, f"seed: expected an integer from 0 to 2^32 - 1, got {seed!r}")
+
 
 def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Turn the state of `fastamp.AdamW` or `fastamp.SGD` into one that torch's class can load.
-
-    Args:
-        state_dict: of a lean optimizer; it is not changed.
 
     Returns:
         The groups, and of each parameter float32 states and, of AdamW, the count of steps. Lower
@@ -194,7 +203,6 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: it is of `fastamp.Lion`, which torch does not have.
-        TypeError: it holds DTensors; `torch.distributed.checkpoint.state_dict` gathers them.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -212,46 +220,11 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     defaults, ours = cls([torch.zeros(())]).defaults, {"moments", "exact", "seed", "fused"}
     kept = [{name: group[name] for name in group if name not in ours} for group in groups]
     for place, state in state_dict["state"].items():
-        if any(map(is_spread, state.values())):
-            msg = f"state_dict: the state of parameter {place} is a DTensor; gather it first"
-            raise TypeError(msg)
         states[place] = {"step": state["step"].clone()} if is_adam else {"momentum_buffer": None}
         for each in formats.STATES["Adam" if is_adam else "SGD"]:
             if {each.name, each.codes} & state.keys():
                 states[place][each.name] = each.read(state).clone()
     return {"state": states, "param_groups": [{**defaults, **group} for group in kept]}
-
-
-def refuse(optimizer: type, *, dampening: float = 0.0, **options: Any) -> None:
-    """Refuse options that only torch's optimizer of the same name has."""
-    names = [f"{name}=True" for name, value in options.items() if value]
-    names += [f"dampening={dampening}"] * (dampening != 0)
-    if names:
-        name = optimizer.__name__
-        msg = f"{names[0]}: fastamp.{name} does not support it; torch.optim.{name} does"
-        raise ValueError(msg)
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    """Refuse the options of a group; numbers of NumPy and tensors become floats, for the core."""
-    lr, moments, seed = (group[name] for name in ("lr", "moments", "seed"))
-    if isinstance(lr, Tensor):
-        _require(lr.numel() == 1 and lr >= 0, f"lr: expected one number of at least 0, got {lr}")
-    for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
-        if name in group and not isinstance(group[name], Tensor if name == "lr" else ()):
-            group[name] = as_bound(name, group[name])
-    if "betas" in group:
-        group["betas"] = betas = tuple(as_bound("betas", beta) for beta in group["betas"])
-        is_valid = len(betas) == 2 and all(beta < 1 for beta in betas)
-        _require(is_valid, f"betas: expected two numbers from 0 to below 1, got {betas}")
-    refuse(torch.optim.SGD, dampening=group.get("dampening", 0.0))
-    is_valid = not group.get("nesterov") or group["momentum"] > 0
-    _require(is_valid, "nesterov=True: expected a momentum above 0")
-    _require(moments in MOMENTS, f"moments: expected one of {MOMENTS}, got {moments!r}")
-    is_valid = moments != "8bit" or group.get("eps", 1) >= _LEAST_EPS
-    _require(is_valid, f"eps: expected at least {_LEAST_EPS} with moments='8bit'")
-    is_valid = isinstance(seed, int) and 0 <= seed < 1 << 32
-    _require(is_valid, f"seed: expected an integer from 0 to 2^32 - 1, got {seed!r}")
 
 
 def _require(is_valid: object, message: str) -> None:
@@ -261,7 +234,6 @@ def _require(is_valid: object, message: str) -> None:
 
 def _check_parameters(group: dict[str, Any], place: int) -> None:
     """Refuse parameters that no step could update, and say where 8 bits save little."""
-    flat = {}
     for index, param in enumerate(group["params"]):
         name = f"param_groups[{place}]['params'][{index}]"
         if param.requires_grad and param.dtype not in formats.DTYPES:
@@ -269,17 +241,14 @@ def _check_parameters(group: dict[str, Any], place: int) -> None:
             raise TypeError(msg)
         placements: Any = getattr(param, "placements", ())
         by_rows = all(each.is_replicate() or each.is_shard(0) for each in placements)
-        if group["moments"] == "8bit" and not by_rows:
-            msg = f"moments='8bit': {name} is a DTensor that is not sharded by its first dimension "
-            msg += f"but as {placements}; moments='bfloat16' has no blocks"
-            raise ValueError(msg)
-        if group["moments"] == "8bit" and param.dim() < 2:
-            flat[name] = param.numel()
-    count = sum(param.numel() for param in group["params"])
-    if sum(flat.values()) > max(count / 2, _FEW):
-        largest = max(flat, key=lambda name: flat[name])
-        msg = f"moments='8bit' saves nothing for {largest} and others of one dimension, as FSDP1's "
-        msg += "flat parameters: they keep float32; FSDP2 (fully_shard) keeps rows"
+        shown = f"moments='8bit': {name} is a DTensor that is not sharded by its first dimension "
+        shown += f"but as {placements}; moments='bfloat16' has no blocks"
+        _require(by_rows or group["moments"] != "8bit", shown)
+    flat = sum(param.numel() for param in group["params"] if param.dim() < 2)
+    half = sum(param.numel() for param in group["params"]) / 2
+    if group["moments"] == "8bit" and flat > max(half, _FEW):
+        msg = f"moments='8bit' saves nothing for most of param_groups[{place}]: tensors of one "
+        msg += "dimension, as FSDP1's flat parameters, keep float32; FSDP2 (fully_shard) keeps rows"
         warnings.warn(msg, stacklevel=5)
 
 
@@ -300,22 +269,3 @@ def zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
 
 def _local_state(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value if value is None else local_of(value) for name, value in state.items()}
-
-
-def _check_saved(
-    states: list[formats.State], saved: dict[str, Any], shape: torch.Size, place: object
-) -> None:
-    """Refuse tensors of another shape, or of another dtype than they were saved in."""
-    bytes_, floats = (torch.uint8,), formats.DTYPES
-    expected: dict[str, Any] = {"low": (bytes_, (*shape, 2))}
-    for each in states:
-        expected |= {each.codes: (bytes_, shape), each.name: (floats, shape)}
-        if each.scale in saved:
-            expected[each.scale] = (floats[:1], saved[each.scale].shape)
-    for name in expected.keys() & saved.keys():
-        dtypes, its_shape = expected[name]
-        got = f"state_dict: {name} of parameter {place}"
-        shown = f"{got} has the shape {tuple(saved[name].shape)}, expected {tuple(its_shape)}"
-        _require(saved[name].shape == its_shape, shown)
-        shown = f"{got} is {saved[name].dtype}, expected {' or '.join(map(str, dtypes))}: "
-        _require(saved[name].dtype in dtypes, f"{shown}something converted it since it was saved")

@@ -13,9 +13,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import Clip, Grads, GradStats, Why
+from fastamp._ops import Clip, Grads, StepReport, Why
 from fastamp.step import muon, native
-from fastamp.step.report import StepReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,7 +45,7 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
     states: list[dict[str, Any]] | None = None,
     *,
     group: "ProcessGroup | None" = None,
-    known: GradStats | None = None,
+    known: StepReport | None = None,
     counts: SkipCounts | None = None,
     zero_grad: bool = False,
     args: tuple[Any, ...] = (),
@@ -54,13 +53,9 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
 ) -> tuple[StepReport, list[Any]]:
     """Unscale, check, clip and step, unless a gradient is not finite, now or in an earlier read.
 
-    Without a scale and a bound in `clip`, whose tensors may lie on any device, the gradients are
-    not read. `states` are those of torch's scaler, which note what was done; `group` has ranks with
-    other gradients; `known` are the statistics of an earlier read, whose found_inf still counts;
-    `counts` counts skipped steps; `args` and `kwargs` are of the optimizers' `step`.
-
-    Returns:
-        The report, and what each optimizer's `step` returned, None where it was not called.
+    Without a scale and a bound in `clip` the gradients are not read. `states` are those of torch's
+    scaler, which note what was done; `group` has ranks with other gradients; `known` is an earlier
+    read. It returns the report, and what each optimizer's `step` returned, None if not called.
     """
     measures = clip.scale is not None or clip.max_norm is not None
     read_before = None if known is None else known.values
@@ -68,7 +63,7 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
         clip = clip._replace(before=known.found_inf)
     why = Why("torch", "the step has arguments") if args or kwargs else None
     if why is None and group is None:
-        made = _step_at_once(optimizers, clip, counts, measures=measures, zero_grad=zero_grad)
+        made = _step_at_once(optimizers, clip, counts, zero_grad=zero_grad)
         if not isinstance(made, Why):
             values = made if measures else read_before
             return StepReport(values, "native"), [None] * len(optimizers)
@@ -83,51 +78,54 @@ def make_step(  # noqa: C901, PLR0912 - the two ways, in order
         muon.compare_ranks(each, steps if isinstance(steps, Why) else None)
     stats, factor, found_inf = known, None, clip.before
     if measures and grads is not None:
-        by_torch = isinstance(steps, Why) and clip.scale is not None
-        if by_torch and not all(map(_takes_float16, optimizers)):
-            _refuse_float16(grads)
+        if isinstance(steps, Why) and clip.scale is not None:
+            for each in optimizers:  # as torch's scaler does, which tells fused ones to unscale
+                is_fused = all(group.get("fused") for group in each.param_groups)
+                if not is_fused or not getattr(each, "_step_supports_amp_scaling", False):
+                    _refuse_float16(native.parameters_of(optimizers))
         stats = measure(grads, clip, counts)
         factor, found_inf = stats.factor, stats.found_inf
     elif measures:
         if clip.scale is not None:
             raise AssertionError(NOTHING_CHECKED)
-        stats = GradStats(None).replace(norm=torch.tensor(0.0))
+        stats = StepReport(None).replace(norm=torch.tensor(0.0))
     elif found_inf is not None and counts is not None:
         counts.on(found_inf.device).add_(found_inf)
     values = None if stats is None else stats.values
     if not isinstance(steps, Why):
         for step in steps:
             step.apply(factor, found_inf, zero_grad=zero_grad)
+        for each in optimizers:
+            _ops.note_step(each)
         is_slow = any(isinstance(step.backend, _ops.TorchBackend) for step in steps)
         return StepReport(values, "fallback" if is_slow else "native"), [None] * len(optimizers)
     if measures and grads is not None:
-        rescale(grads, cast(GradStats, stats), states)
-    results = _step_by_torch(optimizers, states, found_inf, args, kwargs or {})
+        rescale(grads, cast(StepReport, stats), states)
+    is_skipped = found_inf is not None and bool(found_inf.item())
+    results = []
+    for each, state in zip(optimizers, states, strict=True):
+        results.append(None if is_skipped else each.step(*args, **kwargs or {}))
+        state["stage"] = OptState.STEPPED
     for each in optimizers if zero_grad else ():
         each.zero_grad()
     return StepReport(values, f"torch's: {steps.text}"), results
 
 
 def _step_at_once(  # noqa: C901, PLR0912 - the hot path: no calls of Python to be short
-    optimizers: list[Optimizer],
-    clip: Clip,
-    counts: SkipCounts | None,
-    *,
-    measures: bool,
-    zero_grad: bool,
+    optimizers: list[Optimizer], clip: Clip, counts: SkipCounts | None, *, zero_grad: bool
 ) -> Tensor | Why | None:
     """Make the step in one call of the core, which returns its statistics; or say why not."""
     steps: list[Any] = []
     backend: Any = None
+    measures = clip.scale is not None or clip.max_norm is not None
     for each in optimizers:
         prepared = native.prepare(each)
         if isinstance(prepared, Why):
             return prepared
         its_backend, known = prepared
-        if its_backend is not (backend or its_backend) or not hasattr(its_backend, "step"):
-            return Why("halves", "several backends, or one that has halves alone")
-        if measures and known.is_flat:
-            raise ValueError(native.FSDP1)
+        is_apart = its_backend is not (backend or its_backend) or not hasattr(its_backend, "step")
+        if is_apart or (measures and known.is_flat):
+            return Why("halves", "several backends, one that has halves alone, or FSDP1's shards")
         backend = its_backend
         steps.append((known.update, each.param_groups, each.state))
     device, scale, before, skipped = backend.device, clip.scale, clip.before, None
@@ -156,22 +154,6 @@ def _step_at_once(  # noqa: C901, PLR0912 - the hot path: no calls of Python to 
     return values  # type: ignore[no-any-return]
 
 
-def _step_by_torch(
-    optimizers: list[Optimizer],
-    states: list[dict[str, Any]],
-    found_inf: Tensor | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> list[Any]:
-    """Let each optimizer step, unless `found_inf` is 1.0."""
-    is_skipped = found_inf is not None and bool(found_inf.item())
-    results = []
-    for each, state in zip(optimizers, states, strict=True):
-        results.append(None if is_skipped else each.step(*args, **kwargs))
-        state["stage"] = OptState.STEPPED
-    return results
-
-
 def grads_to_read(
     optimizers: Sequence[Optimizer],
     group: "ProcessGroup | None",
@@ -181,16 +163,17 @@ def grads_to_read(
 ) -> Grads | None:
     """Return the optimizers' gradients on their backends; None where no rank has any."""
     parameters = native.parameters_of(optimizers)
-    if measures and group is None and any(map(native.is_fsdp1s, parameters)):
-        raise ValueError(native.FSDP1)
+    if measures and group is None and any(hasattr(p, "_fsdp_flattened") for p in parameters):
+        msg = "FSDP1 has flattened parameters of this optimizer: each rank would clip and skip by "
+        msg += "the norm of its own shard. Give process_group=, or use FSDP2 (fully_shard)"
+        raise ValueError(msg)
     tensors = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-    grads = _ops.hold(tensors, group, owners=parameters)
-    if grads is not None and not allow_float16:
-        _refuse_float16(grads)
-    return grads
+    if not allow_float16:
+        _refuse_float16(parameters)
+    return _ops.hold(tensors, group, owners=parameters)
 
 
-def measure(grads: Grads, clip: Clip, counts: SkipCounts | None = None) -> GradStats:
+def measure(grads: Grads, clip: Clip, counts: SkipCounts | None = None) -> StepReport:
     """Read every gradient once; the tensors of `clip` may lie on any device."""
     device = grads.device
     scale, before = (
@@ -200,7 +183,7 @@ def measure(grads: Grads, clip: Clip, counts: SkipCounts | None = None) -> GradS
     return grads.measure(clip._replace(scale=scale, before=before, skipped=skipped))
 
 
-def rescale(grads: Grads, stats: GradStats, states: list[dict[str, Any]]) -> None:
+def rescale(grads: Grads, stats: StepReport, states: list[dict[str, Any]]) -> None:
     """Unscale and clip gradients that were read, in at most one write, and note it."""
     grads.rescale_(stats.factor)
     for state in states:
@@ -208,18 +191,11 @@ def rescale(grads: Grads, stats: GradStats, states: list[dict[str, Any]]) -> Non
         state["found_inf_per_device"] = {grads.device: stats.found_inf}
 
 
-def _refuse_float16(grads: Grads) -> None:
+def _refuse_float16(parameters: list[Tensor]) -> None:
     """Raise torch's error for float16 gradients, which only fused optimizers support."""
-    if any(grad.dtype == torch.float16 for grad in grads.tensors):
+    if any(p.grad is not None and p.grad.dtype == torch.float16 for p in parameters):
         msg = "Attempting to unscale FP16 gradients."
         raise ValueError(msg)
-
-
-def _takes_float16(optimizer: Optimizer) -> bool:
-    """Say whether torch's scaler would let the optimizer have float16 gradients: it is fused."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused") for group in optimizer.param_groups
-    )
 
 
 def _check_shared(optimizers: list[Optimizer]) -> None:

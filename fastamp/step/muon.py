@@ -1,7 +1,6 @@
 """torch's Muon, a stack of matrices at a time: momentum, products of the stack, write.
 
-Of sharded matrices each rank multiplies some, which it gathers from all ranks. Left out, so that
-torch steps: matrices sharded by columns, and options that torch's Muon does not have yet.
+Of matrices sharded by rows each rank multiplies some, which it gathers from all ranks.
 """
 
 import math
@@ -14,12 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
+from fastamp._ops.types import NO_GRADIENT, NO_STATE, Entry, Why, entries_of
 
 RULE = "Muon"
 MODULE = "torch.optim._muon"  # where the class is; its `__module__` says torch.optim
 STATE = "momentum_buffer"
-STATES = ((STATE, ""),), False, "zeros of the gradient"  # as `rules` of the core
+STATES = ((STATE, ""),), False, True  # as `rules` of the core
 OPTIONS = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}
 OPTIONS |= {"adjust_lr_fn", "differentiable"}  # the last one is False: a loaded optimizer has it
 
@@ -51,7 +50,10 @@ class MuonBackend:
         for entry in entries:
             if why := _refusal(entry):
                 return Why("torch", why)
-            key = id(entry.group), _ranks_of(entry.whole), entry.whole.shape
+            whole, ranks = entry.whole, None  # each rank has all of it, or some rows
+            for dim, place in enumerate(getattr(whole, "placements", ())):
+                ranks = ranks if place.is_replicate() else whole.device_mesh.get_group(dim)
+            key = id(entry.group), ranks, whole.shape
             stacks.setdefault(key, []).append(entry)
             tensors += _tensors_of(entry)
         if self._core.pack(tensors).rest:
@@ -71,12 +73,7 @@ class MuonBackend:
 
     @torch.no_grad()
     def apply(
-        self,
-        _update: object,
-        read: list[Stack],
-        factor: Tensor | None,
-        found_inf: Tensor | None,
-        drops: bool,  # noqa: FBT001 - the core's signature
+        self, read: list[Stack], factor: Tensor | None, found_inf: Tensor | None, drops: object
     ) -> None:
         """Multiply the gradients and update, unless `found_inf` is 1.0.
 
@@ -109,16 +106,15 @@ class MuonBackend:
     def _pass(
         self, rule: str, group: dict[str, Any], states: Any, grads: list[Tensor], how: Any
     ) -> None:
-        update = _ops.core().Update(rule)
-        step = self._core.read(update, [group], states, grads)
+        step = self._core.read(_ops.core().Update(rule), [group], states, grads)
         if isinstance(step, tuple):
             msg = f"Muon: {step[1]}"
             raise RuntimeError(msg)  # noqa: TRY004 - a reason, not a type
-        self._core.apply(update, step, *how)
+        self._core.apply(step, *how)
 
 
 def _tensors_of(entry: Entry) -> list[Tensor]:
-    """Return the memory of a matrix, of a sharded one this rank's rows."""
+    """Return a matrix, its gradient and its momentum, if there is one."""
     buffer = entry.state.get(STATE)
     return [entry.param, entry.grad] + ([] if buffer is None else [buffer])
 
@@ -129,26 +125,17 @@ def _refusal(entry: Entry) -> str:
     spread = [place for place in getattr(whole, "placements", ()) if not place.is_replicate()]
     if len(spread) > 1 or any(hasattr(p, "split_factor") or not p.is_shard(0) for p in spread):
         return "a matrix is sharded by more than its rows"
-    tensors = _tensors_of(entry)
-    is_dense = all(each.layout is torch.strided for each in tensors)
-    if not is_dense or whole.dim() != 2 or whole.numel() == 0:
-        return "a parameter or gradient is no dense matrix"
-    if any(t.shape != param.shape or not t.is_contiguous() or t.is_neg() for t in tensors):
-        return "a matrix, gradient or momentum is not contiguous, or of another shape"
-    if any(buffer.dtype != entry.grad.dtype for buffer in tensors[2:]):
-        return "a momentum of another dtype than the gradient"
+    tensors = _tensors_of(entry)  # of a sharded matrix this rank's rows
+    is_unlike = any(t.layout is not torch.strided or t.shape != param.shape for t in tensors)
+    is_unlike |= any(buffer.dtype != entry.grad.dtype for buffer in tensors[2:])
+    if is_unlike or whole.dim() != 2 or whole.numel() == 0:
+        return "a matrix is empty, or its gradient or momentum of another kind"
+    if any(not each.is_contiguous() or each.is_neg() for each in tensors):
+        return "a matrix, gradient or momentum is not contiguous"
     is_known = group["adjust_lr_fn"] in {None, "original", "match_rms_adamw"}
     if not is_known or len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:
         return "adjust_lr_fn, ns_coefficients or ns_steps"
     return ""
-
-
-def _ranks_of(whole: Any) -> Any:
-    """Return the process group that a matrix is sharded over; None if each rank has all of it."""
-    for dim, place in enumerate(getattr(whole, "placements", ())):
-        if not place.is_replicate():
-            return whole.device_mesh.get_group(dim)
-    return None
 
 
 def orthogonalize_(
@@ -220,13 +207,11 @@ def compare_ranks(optimizer: Optimizer, why: Why | None) -> None:
     params: list[Any] = [p for p in given if _ops.is_spread(p)]
     agree = True
     for mesh in dict.fromkeys(p.device_mesh for p in params):
-        has = [p.grad is not None for p in params if p.device_mesh == mesh]
-        answers: list[Any] = [(why is None, has)]
+        answer = hash((why is None, *(p.grad is None for p in params if p.device_mesh == mesh)))
+        most = torch.tensor([answer, -answer], device=mesh.device_type)
         for ranks in mesh.get_all_groups():
-            gathered: list[Any] = [None] * ranks.size()
-            dist.all_gather_object(gathered, answers, ranks)
-            answers = [answer for some in gathered for answer in some]
-        agree = agree and all(answer == answers[0] for answer in answers)
+            dist.all_reduce(most, dist.ReduceOp.MAX, ranks)
+        agree = agree and bool(most[0] == -most[1])
     if not agree:
         msg = "Muon's sharded matrices need the same step hooks, and gradients of the same "
         msg += "matrices, on all ranks" + ("" if why is None else f"; here torch steps: {why.text}")

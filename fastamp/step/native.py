@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import NO_GRADIENT, NO_STATE, Why
+from fastamp._ops.types import NO_GRADIENT, NO_STATE, Why
 from fastamp.step import muon
 from fastamp.step.shards import Shards, shards_of
 
-# The class of an optimizer, and its declaration in csrc/step/rules.h. AdamW is an Adam, and Muon's
-# arithmetic is in `muon`.
+# Of a class, its declaration in csrc/step/rules.h. AdamW is an Adam.
 RULES = {
     "torch.optim.adam.Adam": "Adam",
     "torch.optim.sgd.SGD": "SGD",
@@ -29,10 +28,6 @@ RULES = {
 OWN = "lean"  # its class names the rule
 # Options of all torch's optimizers, beside those that a rule declares.
 _COMMON = {"lr", "foreach", "capturable", "differentiable", "fused"}
-
-
-FSDP1 = "FSDP1 has flattened parameters of this optimizer: each rank would clip and skip by the "
-FSDP1 += "norm of its own shard. Give process_group=, or use FSDP2 (fully_shard)"
 # What a step of torch would look at in the optimizer itself.
 _PATCHES = {"_init_group", "grad_scale", "found_inf"}
 _PATCHED = Why("torch", "hooks, patches or modes around the step")
@@ -44,7 +39,7 @@ class Known(NamedTuple):
     rule: str
     update: Any  # the core's; None for Muon
     unknown: str  # its options that fastamp does not know, as those of a newer torch
-    is_flat: bool  # whether FSDP1 has flattened a parameter
+    is_flat: bool  # whether FSDP1 has flattened a parameter: its gradient is this rank's shard
 
 
 _known: "WeakKeyDictionary[Optimizer, Known]" = WeakKeyDictionary()
@@ -57,14 +52,17 @@ def parameters_of(optimizers: Any) -> list[Tensor]:
     return [*by_id.values()]
 
 
-def prepare(optimizer: Optimizer) -> tuple[Any, Known] | Why:
-    """Return the backend of an optimizer and what is known of it; or say why torch has to step."""
+def prepare(optimizer: Optimizer, *, is_own: bool = False) -> tuple[Any, Known] | Why:
+    """Return the backend of an optimizer and what is known of it; or say why torch has to step.
+
+    A lean optimizer's own `step` looks at no hooks, patches or modes, which are around it.
+    """
     cls: Any = type(optimizer)
     attributes = vars(optimizer)
-    rule = _rule_of(cls, cls.step, getattr(cls, "_init_group", None))
+    rule = OWN if is_own else _rule_of(cls, cls.step, getattr(cls, "_init_group", None))
     if not rule:
         return Why("torch", f"fastamp has no update for {cls.__name__}")
-    if (
+    if not is_own and (
         _ops.has_step_hook(attributes)
         or not _PATCHES.isdisjoint(attributes)
         or ("step" in attributes and not _is_schedulers(attributes["step"], cls.step))
@@ -73,28 +71,28 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Known] | Why:
         return _PATCHED
     groups = optimizer.param_groups
     params = groups[0]["params"] if groups else ()
-    device = params[0].device if type(params) is list and params else _device_of(groups)
+    if type(params) is not list or not params:  # parameters are in any kind of collection
+        params = [param for group in groups for param in group["params"]]
+    device = params[0].device if params else torch.device("cpu")
     backend = _ops.backend_for(device)
     known = _known.get(optimizer)
     if known is None or known.rule != rule:
         known = _known[optimizer] = _know(optimizer, rule)
-    if known.unknown:
-        return Why("torch", f"fastamp does not know {cls.__name__}'s {known.unknown}")
-    if backend is None:  # torch's kernels take less time than an update in Python
-        why = Why("torch", f"no compiled code for {device.type}")
-        return (_in_operators(optimizer, device), known) if rule == OWN else why
-    if (
+    why = f"fastamp does not know {cls.__name__}'s {known.unknown}" if known.unknown else ""
+    if backend is None and rule == OWN:
+        _ops.warn_of_fallback(device)
+        backend = _ops.TorchBackend(device, cast(Any, optimizer).rule)
+    elif backend is None:  # torch's kernels take less time than an update in Python
+        why = why or f"no compiled code for {device.type}"
+    elif (
         device.type == "cuda"
         and torch.cuda.is_current_stream_capturing()
         and not all(group.get("fused") or group.get("capturable") for group in groups)
     ):  # torch raises its error: the graph would hold the learning rate and the host's count
-        return Why("torch", "a graph captures a group that is neither fused nor capturable")
-    return (muon.MuonBackend(backend) if rule == muon.RULE else backend), known
-
-
-def _in_operators(optimizer: Any, device: torch.device) -> _ops.TorchBackend:
-    _ops.warn_of_fallback(device)
-    return _ops.TorchBackend(device, optimizer.rule)
+        why = "a graph captures a group that is neither fused nor capturable"
+    elif rule == muon.RULE:
+        backend = muon.MuonBackend(backend)
+    return Why("torch", why) if why else (backend, known)
 
 
 def _know(optimizer: Any, rule: str) -> Known:
@@ -106,21 +104,14 @@ def _know(optimizer: Any, rule: str) -> Known:
         update = core.Update(optimizer.rule, True)
     elif core is not None:
         update, known = core.Update(rule), _COMMON.union(core.rules[rule][3])
-    is_flat = any(map(is_fsdp1s, parameters_of([optimizer])))
+    is_flat = any(hasattr(p, "_fsdp_flattened") for p in parameters_of([optimizer]))
     return Known(rule, update, ", ".join(sorted(options - known)), is_flat)
-
-
-def is_fsdp1s(parameter: Tensor) -> bool:
-    """Say whether FSDP1 has flattened a parameter: its gradient is this rank's shard."""
-    return hasattr(parameter, "_fsdp_flattened")
 
 
 class NativeStep(NamedTuple):
     """One optimizer's step, read and still to be made: its half after an all-reduce."""
 
-    optimizer: Optimizer
     backend: Any
-    update: Any
     read: Any
     shards: Shards | None
 
@@ -131,57 +122,45 @@ class NativeStep(NamedTuple):
             found_inf = _ops.moved(found_inf, device)
         if factor is not None:
             factor = _ops.moved(factor, device).to(torch.float32)
-        self.backend.apply(self.update, self.read, factor, found_inf, zero_grad)
+        self.backend.apply(self.read, factor, found_inf, zero_grad)
         if self.shards is not None:
             self.shards.note_writes(drops=zero_grad)
-        _ops.note_step(self.optimizer)
 
 
 def read(optimizer: Optimizer) -> NativeStep | Why:
     """Read an optimizer, of DTensors this rank's shards; or say why torch has to step."""
     prepared = prepare(optimizer)
-    if isinstance(prepared, Why):
-        return prepared
-    return _read(optimizer, prepared[0], prepared[1].update)
+    return prepared if isinstance(prepared, Why) else _read(optimizer, *prepared)
 
 
 def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | Why:
     """Read those of several optimizers that have a gradient; or say why torch has to step."""
-    steps, idle = [], []
+    steps = []
     for each in optimizers:
         step = read(each)
         if not isinstance(step, Why):
             steps.append(step)
-        elif step.kind == "no gradient":
-            idle.append(each)
-        else:
+        elif step.kind != "no gradient":
             return step
-    for each in idle if steps else ():
-        _ops.note_step(each)  # which does nothing
     return steps or NO_GRADIENT
 
 
 def read_own(optimizer: Optimizer) -> NativeStep | Why:
-    """Read a lean optimizer for its own `step`, whatever hooks and patches are around that."""
-    device = _device_of(optimizer.param_groups)
-    backend: Any = _ops.backend_for(device) or _in_operators(optimizer, device)
-    known = _known.get(optimizer) or _known.setdefault(optimizer, _know(optimizer, OWN))
-    step = _read(optimizer, backend, known.update)
-    return _name(step, optimizer, backend, known.update) if isinstance(step, Why) else step
-
-
-def _name(why: Why, optimizer: Optimizer, backend: Any, update: Any) -> Why:
-    """Name the parameter that the core refuses."""
+    """Read a lean optimizer for its own `step`, or name the parameter that the core refuses."""
+    backend, known = cast(Any, prepare(optimizer, is_own=True))
+    step = _read(optimizer, backend, known)
+    if not isinstance(step, Why):
+        return step
     for place, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             alone = {**group, "params": [param]}
-            refusal = backend.read(update, [alone], optimizer.state, None)
-            if isinstance(refusal, tuple) and refusal[0] == why.kind:
-                return Why(why.kind, f"param_groups[{place}]['params'][{index}]: {refusal[1]}")
-    return why
+            refusal = backend.read(known.update, [alone], optimizer.state, None)
+            if isinstance(refusal, tuple) and refusal[0] == step.kind:
+                return Why(step.kind, f"param_groups[{place}]['params'][{index}]: {refusal[1]}")
+    return step
 
 
-def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
+def _read(optimizer: Optimizer, backend: Any, known: Known) -> NativeStep | Why:
     step: Any = NO_STATE
     for makes_state in (False, True):
         if makes_state and (reason := make_state(optimizer)):
@@ -189,10 +168,10 @@ def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
         shards = shards_of(optimizer)
         if isinstance(shards, str):
             return Why("torch", shards)
-        given = (optimizer.param_groups, optimizer.state, None) if shards is None else shards[:3]
-        step = backend.read(update, *given)
+        given = (optimizer.param_groups, optimizer.state, None) if shards is None else shards
+        step = backend.read(known.update, *given)
         if not isinstance(step, tuple):
-            return NativeStep(optimizer, backend, update, step, shards)
+            return NativeStep(backend, step, shards)
         if step[0] != "no state":
             break
     return Why(*step)
@@ -202,11 +181,10 @@ def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
 def make_state(optimizer: Optimizer) -> str | None:
     """Make missing states as torch's step does; or say why torch has to.
 
-    On a device the count of steps goes there also where torch keeps it on the host, so that a
-    skipped step need not be known there: torch's own step then waits for it.
+    Counts of steps go to the parameter's device, where a skipped step need not be known on the
+    host: torch's own step then waits for them.
     """
-    known = _known.get(optimizer)
-    rule = OWN if known is None else known.rule
+    rule = _known[optimizer].rule
     params = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     on_gpu = any(param.device.type == "cuda" for _, param in params)
     if on_gpu and torch.cuda.is_current_stream_capturing():
@@ -214,7 +192,7 @@ def make_state(optimizer: Optimizer) -> str | None:
     if rule == OWN:
         cast(Any, optimizer).make_states(params)
         return None
-    states, counts, first = muon.STATES if rule == muon.RULE else _ops.core().rules[rule][:3]
+    states, counts, as_grad = muon.STATES if rule == muon.RULE else _ops.core().rules[rule][:3]
     for group, param in params:
         names = [name for name, option in states if not option or group.get(option)]
         state: dict[str, Any] = optimizer.state[param]
@@ -228,7 +206,7 @@ def make_state(optimizer: Optimizer) -> str | None:
         elif counts:
             state["step"] = state["step"].to(param.device)
         for name in [name for name in missing if name != "step"]:
-            like = param.grad if first == "zeros of the gradient" else param
+            like = param.grad if as_grad else param
             state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
     return None
 
@@ -237,8 +215,8 @@ def make_state(optimizer: Optimizer) -> str | None:
 def _rule_of(cls: Any, step: Any, init_group: Any) -> str:
     """Return the rule that a class follows; "" if it follows none.
 
-    A subclass follows its base's if it overrides nothing that torch's step calls. torch wraps
-    `step` on each class: what is compared is the function inside.
+    A subclass overrides nothing that torch's step calls. torch wraps `step` on each class: what is
+    compared is the function inside.
     """
     names = {f"{base.__module__}.{base.__qualname__}": base for base in cls.__mro__}
     name = next((name for name in names if name in RULES), None)
@@ -254,7 +232,6 @@ def _rule_of(cls: Any, step: Any, init_group: Any) -> str:
     return "" if is_own or inside[::2] != inside[1::2] else RULES[name]
 
 
-@lru_cache(maxsize=256)
 def _inside(step: Any, module: str) -> Any:
     """Return the function that only torch's decorators wrap; None if there are others.
 
@@ -276,9 +253,3 @@ def _is_schedulers(step: Any, of_class: Any) -> bool:
         and step.__globals__.get("__name__") == "torch.optim.lr_scheduler"
         and getattr(step, "__wrapped__", None) is of_class
     )
-
-
-def _device_of(groups: Any) -> torch.device:
-    """Return the first parameter's device; parameters are in any kind of collection."""
-    first = next((param for group in groups for param in group["params"]), None)
-    return torch.device("cpu") if first is None else first.device

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from fastamp._ops import Clip, untraced
+from fastamp._ops import Clip, StepReport, untraced
 from fastamp.step.arguments import as_bound, check_group, check_optimizers
 from fastamp.step.make_step import make_step
-from fastamp.step.report import StepReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,8 +22,7 @@ def optimizer_step(
 ) -> StepReport:
     """Clip the gradients to `max_norm`, check them, and step if all are finite, in one call.
 
-    It does the same as `GradScaler(enabled=False).step`, and replaces `clip_grad_norm_`,
-    `optimizer.step()` and, with `zero_grad`, `optimizer.zero_grad()`.
+    It replaces `clip_grad_norm_`, `optimizer.step()` and, with `zero_grad`, `zero_grad()`.
 
     Args:
         optimizer: applies the gradients; several in a list or tuple are clipped to one norm.
@@ -32,18 +30,16 @@ def optimizer_step(
             checked, as in torch.
         zero_grad: set the gradients to None afterwards, also after a skipped step. Call
             `optimizer.zero_grad()` all the same where another loss sends gradients into these
-            parameters, as an actor's does into a critic, and after an error of the backward pass
-            that the loop catches, as out of memory: half a gradient is left.
+            parameters, and after an error of the backward pass that the loop catches.
         process_group: ranks that hold different gradients and skip together; see `GradScaler`.
 
     Returns:
         What the step found and did; a value that is read on the host waits for the device.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer, `max_norm` not a number, or `process_group` not
-            a process group.
-        ValueError: `max_norm` is NaN or below 0; a list is empty, has an optimizer twice, or has
-            one parameter in two optimizers; or parameters are FSDP1's, without a `process_group`.
+        TypeError: an argument is of another type.
+        ValueError: `max_norm` is NaN or below 0; a list is empty, or has one parameter in two
+            optimizers; or parameters are FSDP1's, without a `process_group`.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)

@@ -4,17 +4,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fastamp.step.lean import Lean, refuse
+from fastamp.step.lean import Lean
 
 
 class AdamW(Lean):
     """torch.optim.AdamW that keeps its moments, and the weights, in fewer bytes.
 
-    A step, also a bare `step`, is one call of fastamp's core for all parameters. Without compiled
-    code it is made in torch's operators, with the same bits, but many times slower.
-
-    Bytes of a parameter and its state, beside the gradient: float32 has 12, as torch's; bfloat16
-    with `exact` has 4, and moments 8, 4 or 2 more.
+    A step, also a bare `step`, is one call of fastamp's core. Without compiled code it is made in
+    torch's operators, with the same bits, but many times slower. A bfloat16 parameter takes 4 bytes
+    with `exact`, and moments 8, 4 or 2 more; float32 ones take 12, as torch's.
 
     **A bare `step` does not check gradients, as in torch. With `moments="8bit"` one that is not
     finite spoils the moments of its whole block of 256 elements.** `optimizer_step` with a
@@ -29,13 +27,13 @@ class AdamW(Lean):
         weight_decay: decoupled weight decay.
         amsgrad, differentiable: False; True is not supported.
         maximize: maximize the objective.
-        foreach, capturable, fused: have no effect: the update is always fused, and on CUDA every
-            step but the first can be captured in a graph.
-        moments: how both moments are kept: "float32"; "bfloat16"; or "8bit", with a scale for each
-            block of 256 elements. There tensors of one dimension, of rows shorter than 64 elements,
-            or that are not contiguous keep float32. The second moment is rounded randomly.
-        exact: keep the lower 16 bits of bfloat16 parameters: all updates are bit-identical to those
-            of float32 weights. With False nothing is kept, and updates are rounded randomly.
+        foreach, capturable, fused: have no effect; on CUDA every step but the first can be captured
+            in a graph.
+        moments: "float32", "bfloat16", or "8bit", with a scale for each block of 256 elements.
+            There tensors of one dimension, of rows shorter than 64 elements, or that are not
+            contiguous keep float32. The second moment is rounded randomly.
+        exact: keep the lower 16 bits of bfloat16 parameters: updates are bit-identical to those of
+            float32 weights. With False nothing is kept, and updates are rounded randomly.
         seed: of random rounding, the same on all ranks; see csrc/step/formats.h.
 
     Raises:
@@ -72,17 +70,17 @@ class AdamW(Lean):
         exact: bool = True,
         seed: int = 0,
     ) -> None:
-        refuse(AdamW, amsgrad=amsgrad, differentiable=differentiable)
-        shared: dict[str, Any] = {"moments": moments, "exact": exact, "seed": seed, "lr": lr}
-        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, **shared, **given, decoupled_weight_decay=True)
+        given: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        given |= {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        given |= {"moments": moments, "exact": exact, "seed": seed, "decoupled_weight_decay": True}
+        super().__init__(params, **given)
 
 
 class SGD(Lean):
     """torch.optim.SGD that keeps its momentum, and the weights, in fewer bytes; see `AdamW`.
 
     Args:
-        params, lr, maximize, foreach, differentiable, fused, exact, seed: as in `AdamW`.
+        params, lr, maximize, exact, seed: as in `AdamW`.
         momentum: of the gradients; 0 keeps no state but the lower halves of exact weights.
         dampening: 0; others are not supported.
         weight_decay: coupled weight decay.
@@ -109,25 +107,20 @@ class SGD(Lean):
         nesterov: bool = False,  # noqa: FBT001, FBT002
         *,
         maximize: bool = False,
-        foreach: bool | None = None,  # noqa: ARG002
-        differentiable: bool = False,
-        fused: bool | None = None,  # noqa: ARG002
         moments: str = "float32",
         exact: bool = True,
         seed: int = 0,
     ) -> None:
-        refuse(SGD, differentiable=differentiable)
-        shared: dict[str, Any] = {"moments": moments, "exact": exact, "seed": seed, "lr": lr}
-        given = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-        super().__init__(params, **shared, **given, weight_decay=weight_decay, maximize=maximize)
+        given: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        given |= {"nesterov": nesterov, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, **given, moments=moments, exact=exact, seed=seed)
 
 
 class Lion(Lean):
     """Lion, with its momentum and the weights in fewer bytes; see `AdamW`.
 
-    A parameter moves by `lr` times the sign of an average of gradients: Chen et al. 2023, "Symbolic
-    discovery of optimization algorithms", program 1. Its rate is 3 to 10 times smaller than
-    AdamW's, and its weight decay as many times larger.
+    A parameter moves by `lr` times the sign of an average of gradients (Chen et al. 2023, "Symbolic
+    discovery of optimization algorithms"). Use 3 to 10 times AdamW's decay, and as small a rate.
 
     Args:
         params, lr, weight_decay, maximize, exact, seed: as in `AdamW`.

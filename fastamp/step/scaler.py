@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import Clip, GradStats
+from fastamp._ops import Clip, StepReport
 from fastamp.step.arguments import as_bound, check_group, check_optimizers
 from fastamp.step.make_step import (
     NOTHING_CHECKED,
@@ -22,7 +22,7 @@ from fastamp.step.make_step import (
     measure,
     rescale,
 )
-from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters
+from fastamp.step.nonfinite import NonFinite, nonfinite_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,15 +34,11 @@ _CALLED = {"unscale_", "_unscale_grads_", "_maybe_opt_step", "_check_inf_per_dev
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that unscales, checks, clips and steps with one read of the gradients.
 
-    On the CPU and CUDA, one call of fastamp's core makes the whole step of torch's Adam, AdamW
-    and SGD, if the optimizer is fused or was given neither `fused` nor `foreach`. torch's Muon gets
-    products of stacked matrices. The state stays torch's, and nothing waits for the device. Any
-    other optimizer, and one with a step hook, costs one in-place multiply, left out when the factor
-    is 1, and one read of a flag, before its own `step`.
-
-    DTensors may have any placements on meshes of the same ranks. With them, and with a
-    `process_group`, all ranks get the same norm, found_inf and scale: one all-reduce a group. Each
-    updates what it holds.
+    On the CPU and CUDA fastamp's core makes the step of torch's Adam, AdamW, SGD and Muon, if they
+    are fused or were given neither `fused` nor `foreach`; the state stays torch's, and nothing
+    waits for the device. Any other optimizer, and one with a step hook, costs one multiply in place
+    and one read of a flag, before its own `step`. With DTensors, and with a `process_group`, all
+    ranks get the same norm, found_inf and scale.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval: as in
@@ -52,8 +48,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: the scale never falls below this.
         max_scale: the scale never grows above this.
         process_group: ranks that hold different gradients: the shards of FSDP1, or the stages of a
-            pipeline; with DDP none. It has all ranks of the DTensors' meshes. A pickled or copied
-            scaler has none.
+            pipeline; it has all ranks of DTensors' meshes. A copied or pickled scaler has none.
 
     Raises:
         ValueError: a scale is not above 0, or `init_scale` not between the two bounds.
@@ -76,7 +71,6 @@ class GradScaler(torch.amp.GradScaler):
     """What the last call of `step` found."""
     process_group: "ProcessGroup | None" = None
     _skipped_before = 0  # by the instance that this one was unpickled from
-    _dropped = False  # whether the last step had zero_grad=True
 
     def __init__(
         self,
@@ -116,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._skipped_before + sum(int(count.item()) for count in self._skipped.values())
 
     @_ops.untraced
-    def step(  # noqa: C901, PLR0912 - the hot path: no calls of Python to be short
+    def step(  # noqa: C901, PLR0912, PLR0915 - the hot path: no calls of Python to be short
         self,
         optimizer: Optimizer | Sequence[Optimizer],
         *args: Any,
@@ -127,8 +121,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients, check them, clip them to `max_norm`, and step if all are finite.
 
         A gradient that is not finite skips the step if the scaler is enabled or `max_norm` is set;
-        else the gradients are not read, as in torch. Afterwards `last_step` says what happened, and
-        `.grad` is unscaled and clipped. After a skipped step it still holds every inf and NaN.
+        else the gradients are not read, as in torch. Afterwards `.grad` is unscaled and clipped.
 
         Args:
             optimizer: applies the gradients. Several in a list or tuple are clipped to one norm,
@@ -143,20 +136,30 @@ class GradScaler(torch.amp.GradScaler):
             What `optimizer.step` returned, in a list for several; None where it was not called.
 
         Raises:
-            RuntimeError: `closure=` was given to an enabled scaler, or any closure with `max_norm`;
-                or `step` was called twice since the last `update`, or some optimizers of a list
-                have been unscaled and others not.
+            RuntimeError: a closure with an enabled scaler or `max_norm`; `step` was called twice
+                since the last `update`; or some optimizers of a list are unscaled and others not.
             TypeError, ValueError: as in `optimizer_step`; or one of several optimizers unscales
                 itself, or a gradient is float16 and the optimizer not fused.
         """
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
         if args or kwargs:
-            args, kwargs = self._checked(args, kwargs, max_norm)
+            if self._enabled and "closure" in kwargs:
+                msg = "Closure use is not currently supported if GradScaler is enabled."
+                raise RuntimeError(msg)
+            closure = (args or [kwargs.get("closure")])[0]
+            if isinstance(closure, float | int):
+                msg = f"step: expected a closure, got {closure!r}; to clip: max_norm={closure}"
+                raise TypeError(msg)
+            if closure is not None and max_norm is not None:
+                msg = f"{max_norm=} cannot clip gradients that a closure recomputes inside the step"
+                raise RuntimeError(msg)
+            if (args, kwargs) in [((None,), {}), ((), {"closure": None})]:
+                args, kwargs = (), {}
         if max_norm is not None and not (type(max_norm) is float and max_norm >= 0):
             max_norm = as_bound("max_norm", max_norm)
         states = self._states_of(optimizers)
-        self._dropped = zero_grad = bool(zero_grad)
+        zero_grad = bool(zero_grad)
         is_ready = states[0]["stage"] is OptState.READY
         known = None if is_ready else _read_before(states)
         by_torch = ""
@@ -166,7 +169,8 @@ class GradScaler(torch.amp.GradScaler):
         for each in optimizers if self._enabled else ():
             kind: Any = type(each)
             if hasattr(each, "grad_scale") or (
-                getattr(each, "_step_supports_amp_scaling", False) and not _is_torchs(kind.step)
+                getattr(each, "_step_supports_amp_scaling", False)
+                and not (getattr(kind.step, "__module__", None) or "").startswith("torch.optim.")
             ):
                 by_torch = "torch's scaler tells the optimizer how to unscale"
         if by_torch:
@@ -175,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
                 raise TypeError(msg)
             norm = None if max_norm is None else self.clip_grad_norm_(optimizers[0], max_norm)
             results = [super().step(optimizers[0], *args, **kwargs)]
-            stats = cast(GradStats, _read_before(states))
+            stats = cast(StepReport, _read_before(states))
             self._skipped.on(stats.found_inf.device).add_(stats.found_inf)
             stats = stats if norm is None else stats.replace(norm=norm)
             self.last_step = StepReport(stats.values, f"torch's: {by_torch}")
@@ -216,12 +220,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Tensor:
         """Unscale the gradients, check them and clip them, in place, for use before the step.
 
-        If a gradient is not finite they are only unscaled, and the next `step` skips without a
-        second read, also with `enabled=False`.
-
-        Args:
-            optimizer: owns the gradients, which may be unscaled already; one or several.
-            max_norm: largest norm of all unscaled gradients together.
+        If one is not finite they are only unscaled, and the next `step` skips without a second
+        read, also with `enabled=False`. The arguments are those of `step`; the gradients may be
+        unscaled already.
 
         Returns:
             The norm of the unscaled gradients before clipping, a 0-dim tensor.
@@ -249,10 +250,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_ops.untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the loss scale to the steps since the last call, or set it to `new_scale`.
-
-        See `torch.amp.GradScaler.update`, also for what it raises.
-        """
+        """Adapt the loss scale to the steps since the last call, or set it: as torch's `update`."""
         if not self._enabled:
             self._per_optimizer_states.clear()
         elif new_scale is None and self._scale is not None:
@@ -273,38 +271,16 @@ class GradScaler(torch.amp.GradScaler):
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
         """Name the parameters of a module whose gradients hold inf or NaN.
 
-        See `fastamp.nonfinite_parameters`.
-
-        Raises:
-            RuntimeError: the last step was made with zero_grad=True, and no gradient is left.
+        See `fastamp.nonfinite_parameters`; a module without any gradient is a RuntimeError.
         """
-        if self._dropped and all(parameter.grad is None for parameter in module.parameters()):
-            msg = "zero_grad=True: the last step set all gradients to None; leave it out"
+        found = nonfinite_parameters(module)
+        if all(parameter.grad is None for parameter in module.parameters()):
+            msg = "module: no parameter has a gradient; leave zero_grad=True out of the step"
             raise RuntimeError(msg)
-        return nonfinite_parameters(module)
-
-    def _checked(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], max_norm: float | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Refuse a closure that would change the gradients; drop a closure of None."""
-        if self._enabled and "closure" in kwargs:
-            msg = "Closure use is not currently supported if GradScaler is enabled."
-            raise RuntimeError(msg)
-        closure = args[0] if args else kwargs.get("closure")
-        if isinstance(closure, float | int):
-            msg = f"step: expected a closure, got {closure!r}; to clip: max_norm={closure}"
-            raise TypeError(msg)
-        if max_norm is not None and closure is not None:
-            msg = f"{max_norm=} cannot clip gradients that a closure recomputes inside the step"
-            raise RuntimeError(msg)
-        is_none = (args, kwargs) in [((None,), {}), ((), {"closure": None})]
-        return ((), {}) if is_none else (args, kwargs)
+        return found
 
     def _states_of(self, optimizers: list[Optimizer], caller: str = "step") -> list[dict[str, Any]]:
-        """Return the optimizers' states in this iteration.
-
-        Without scaling they are UNSCALED, and taken: `clip_grad_norm_` leaves one for one `step`.
-        """
+        """Return the optimizers' states; without scaling a clip leaves them for one step."""
         needed = "param_groups" if self._enabled else "step"
         if len(optimizers) != 1 or not hasattr(optimizers[0], needed):
             check_optimizers(optimizers, needed)
@@ -363,12 +339,6 @@ def _overrides(cls: Any) -> bool:
     )
 
 
-@lru_cache(maxsize=64)
-def _is_torchs(step: Any) -> bool:
-    """Say whether an optimizer's step is one of torch's."""
-    return (getattr(step, "__module__", None) or "").startswith("torch.optim.")
-
-
 def _joined(states: list[dict[str, Any]], device: torch.device | None = None) -> Tensor | None:
     """Join the flags of optimizers by their maximum, on a device; None if nothing was checked."""
     flags = {id(f): f for state in states for f in state["found_inf_per_device"].values()}
@@ -379,13 +349,13 @@ def _joined(states: list[dict[str, Any]], device: torch.device | None = None) ->
     return torch.stack([first, *others]).amax() if others else first
 
 
-def _read_before(states: list[dict[str, Any]]) -> GradStats | None:
+def _read_before(states: list[dict[str, Any]]) -> StepReport | None:
     """Return the statistics of earlier reads in this iteration; None if there were none."""
     found_inf = _joined(states)
     if found_inf is None:
         return None
-    stats: GradStats | None = states[0].get("stats")
+    stats: StepReport | None = states[0].get("stats")
     # Those of separate `unscale_` calls are each of one optimizer.
     if stats is None or any(state.get("stats") is not stats for state in states):
-        return GradStats(_ops.unread(found_inf))
+        return StepReport(_ops.unread(found_inf))
     return stats.replace(found_inf=found_inf)

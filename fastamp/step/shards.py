@@ -13,28 +13,24 @@ __all__ = ["Shards", "is_spread", "shards_of"]
 
 
 class Shards(NamedTuple):
-    """Groups, states and gradients with DTensors replaced by this rank's shards.
+    """Groups, states and gradients with DTensors replaced by this rank's shards, for one step.
 
-    Kernels work element by element, so the result is that of the whole tensors; Muon finds these in
-    "wholes" of the groups. It is made anew for each step, so that nothing can be stale, and changes
-    nothing of the optimizer.
+    Kernels work element by element, so the result is that of the whole tensors, which "wholes" of
+    the groups are.
     """
 
     groups: list[dict[str, Any]]
     states: dict[Tensor, Any]
     grads: list[Tensor]
-    parameters: list[Tensor]
-    """The whole parameters, in the gradients' order."""
 
     def note_writes(self, *, drops: bool) -> None:
         """Increment the versions of the whole tensors; `drops` sets their gradients to None."""
-        torch.autograd.graph.increment_version(self.parameters)
-        if drops:
-            for parameter in self.parameters:
-                parameter.grad = None
-        else:
-            grads = [p.grad for p in self.parameters if p.grad is not None]
-            torch.autograd.graph.increment_version(grads)
+        wholes = [whole for group in self.groups for whole in group["wholes"]]
+        torch.autograd.graph.increment_version(wholes)
+        if not drops:
+            torch.autograd.graph.increment_version([p.grad for p in wholes if p.grad is not None])
+        for whole in wholes if drops else ():
+            whole.grad = None
 
 
 @torch.no_grad()
@@ -44,13 +40,15 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:
         return None
     if not any(is_spread(p) for group in optimizer.param_groups for p in group["params"]):
         return None
-    shards = Shards([], {}, [], [])
+    shards = Shards([], {}, [])
     for group in optimizer.param_groups:
         wholes = [param for param in group["params"] if param.grad is not None]
         for param in wholes:
             state = optimizer.state.get(param) or {}
-            beside = [param.grad, *(value for value in state.values() if is_spread(value))]
-            if not all(_is_spread_as(each, param) for each in beside):
+            beside = [param, param.grad, *(value for value in state.values() if is_spread(value))]
+            # Their meshes, which may be copies, and placements.
+            first, *others = [is_spread(t) and (t.device_mesh, t.placements) for t in beside]
+            if any(other != first for other in others):
                 return "a gradient or state is sharded otherwise than its parameter"
             if state:
                 shards.states[local_of(param)] = {n: local_of(v) for n, v in state.items()}
@@ -58,12 +56,4 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:
             {**group, "params": [local_of(param) for param in wholes], "wholes": wholes}
         )
         shards.grads.extend(local_of(param.grad) for param in wholes)
-        shards.parameters.extend(wholes)
     return shards
-
-
-def _is_spread_as(one: Any, other: Any) -> bool:
-    """Say whether two tensors have the same mesh, which may be a copy, and placements, or none."""
-    if not is_spread(one) or not is_spread(other):
-        return is_spread(one) == is_spread(other)
-    return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)

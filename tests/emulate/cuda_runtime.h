@@ -60,15 +60,12 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // errors are ret
 namespace fastamp::emulate {
 inline thread_local int device = 0;  // of a new thread, without a context
 inline bool has_context[2] = {};     // of each device
-inline int driver_version = 13000;
 
 inline int get_context_state(int of_device, unsigned*, int* is_active) {
   *is_active = has_context[of_device] ? 1 : 0;
   return 0;
 }
 }  // namespace fastamp::emulate
-
-#define CUDART_VERSION 13000
 
 inline cudaError_t cudaGetDevice(int* device) {
   *device = fastamp::emulate::device;
@@ -79,11 +76,6 @@ inline cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device > 1) return cudaErrorInvalidDevice;
   fastamp::emulate::device = device;
   fastamp::emulate::has_context[device] = true;
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaDriverGetVersion(int* version) {
-  *version = fastamp::emulate::driver_version;
   return cudaSuccess;
 }
 

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <stdexcept>
-#include <string>
 #include <thread>
 
 #include "grid.h"
@@ -13,7 +11,7 @@
 /// Returns the op table of the kernels, and the size that it has here.
 extern "C" const fastamp::OpTable* fastamp_emulated_ops(std::size_t* size) {
   *size = sizeof(fastamp::OpTable);
-  return &fastamp::cuda_ops();
+  return fastamp::cuda_ops();
 }
 
 /// Returns how many kernels were launched so far, their blocks, and the bytes of the last one's
@@ -32,22 +30,9 @@ extern "C" int fastamp_emulated_device(int own, int device, bool has_context[2])
   emulate::has_context[0] = emulate::has_context[1] = false;
   std::thread([&] {
     if (own >= 0) static_cast<void>(cudaSetDevice(own));
-    cuda_ops().rescale({}, nullptr, {1, device, nullptr});
+    cuda_ops()->rescale({}, nullptr, {1, device, nullptr});
     static_cast<void>(cudaGetDevice(&after));
   }).join();
   std::copy_n(emulate::has_context, 2, has_context);
   return after;
-}
-
-/// Returns why a driver's device cannot run the kernels; "" if it can.
-extern "C" const char* fastamp_emulated_refusal(int driver_version) {
-  static std::string refusal;
-  refusal.clear();
-  fastamp::emulate::driver_version = driver_version;
-  try {
-    fastamp::check_device(0);
-  } catch (const std::runtime_error& error) {
-    refusal = error.what();
-  }
-  return refusal.c_str();
 }

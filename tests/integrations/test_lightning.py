@@ -30,7 +30,8 @@ from support.trainers import (
 )
 from support.training import assert_same_bits
 
-from fastamp.step.report import StepReport
+import fastamp
+from fastamp.step import StepReport
 
 pytest.importorskip("lightning.pytorch")
 

@@ -59,8 +59,8 @@ def test_a_backend_that_is_not_there_is_refused_with_the_list(name, listed):
         pytest.skip(f"{name} is there")
     result = run_python("import fastamp", FASTAMP_BACKEND=name)
     assert result.returncode != 0
-    why = "is not a backend" if name == "cdua" else "is not available here"
-    assert f"RuntimeError: FASTAMP_BACKEND='{name}' {why}; available: {listed}" in result.stderr
+    said = f"RuntimeError: FASTAMP_BACKEND='{name}' is not available here; available: {listed}"
+    assert said in result.stderr
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_cuda_device_is_probed_before_the_first_launch(chosen_anew, monkeypatc
 
     monkeypatch.setattr(core, "check_device", check_device)
     monkeypatch.setattr(core, "built_with_cuda", True)
-    monkeypatch.setattr(choose, "_tables", lambda: {"cuda": (core.cuda_ops, True)})
+    monkeypatch.setattr(choose, "_tables", lambda: {"cuda": (core.cpu_ops, True)})
     for index in range(2):
         is_served, said = served_with_warnings(torch.device("cuda", index))
         assert is_served == (error is None)
@@ -158,7 +158,7 @@ def test_the_first_use_of_a_gpu_in_a_capture_is_refused_and_forgotten(chosen_ane
     core, probed = _ops.core(), []
     monkeypatch.setattr(core, "check_device", probed.append)
     monkeypatch.setattr(core, "built_with_cuda", True)
-    monkeypatch.setattr(choose, "_tables", lambda: {"cuda": (core.cuda_ops, True)})
+    monkeypatch.setattr(choose, "_tables", lambda: {"cuda": (core.cpu_ops, True)})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"first use .* on cuda:0 .*: make one step before"):
@@ -208,16 +208,6 @@ def test_beside_a_gpu_a_build_without_cuda_code_says_so_once(chosen_anew, monkey
     assert "no nvcc that works was found; there was no driver. Fix it: FASTAMP_CUDA=ON " in said
     for index in range(2):  # said already
         assert served_with_warnings(torch.device("cuda", index)) == (False, [])
-
-
-@needs_core
-def test_cuda_ops_without_cuda_code_say_so():
-    core = _ops.core()
-    if core.built_with_cuda:
-        pytest.skip("built with CUDA")
-    backend = core.Backend(core.cuda_ops, False, CPU, None)
-    with pytest.raises(RuntimeError, match="built without CUDA"):
-        backend.rescale(backend.pack([torch.ones(3)]), torch.tensor(1.0))
 
 
 @needs_core

@@ -53,7 +53,7 @@ def test_the_core_names_the_factor_or_flag_that_is_on_another_device(name, handl
     step = own.read(update, torch.optim.SGD([parameter]).param_groups, {}, None)
     given = {"factor": None, "found_inf": None, name: elsewhere}
     with pytest.raises(TypeError, match=f"^{name}: .* on the gradients' device"):
-        handle.apply(update, step, zero_grad=False, **given)
+        handle.apply(step, zero_grad=False, **given)
     assert parameter.tolist() == [0.0] * 3
 
 

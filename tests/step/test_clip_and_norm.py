@@ -19,7 +19,7 @@ NO_CLIP = _ops.Clip()
 SIZES = [0, 1, 7, 127, 129, 257, 8191, 8193, 65535, 65537, 3 * 65536 + 1003]
 
 
-def stats_of(tensors: list[torch.Tensor], **kwargs) -> _ops.GradStats:
+def stats_of(tensors: list[torch.Tensor], **kwargs) -> _ops.StepReport:
     return _ops.hold(tensors).measure(_ops.Clip(only_finite=False, **kwargs))
 
 

@@ -242,7 +242,7 @@ def test_a_capture_needs_groups_that_are_fused_or_capturable(options, is_native,
     for group, option in zip(optimizer.param_groups, options, strict=True):
         group.update(option, params=[SimpleNamespace(device=torch.device("cuda", 0))])
     monkeypatch.setattr(_ops, "backend_for", lambda device: f"backend of {device}")
-    core = SimpleNamespace(Update=str, rules={"Adam": ((), True, "zeros", ADAMW_OPTIONS)})
+    core = SimpleNamespace(Update=str, rules={"Adam": ((), True, False, ADAMW_OPTIONS)})
     monkeypatch.setattr(_ops, "core", lambda: core)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     why = "a graph captures a group that is neither fused nor capturable"

@@ -187,9 +187,12 @@ def test_a_moment_that_decays_slowly_is_not_stuck(
 
 def test_all_ways_to_step_have_the_same_bits(backend, device):
     found = []
-    ways = ["zero_grad", "scaler", "hooked", "bare", "torch's scaler"]
-    for how in ways[: 4 if device == "cuda" else 5]:  # torch's has no bfloat16 on a GPU
+    ways = ["zero_grad", "scaler", "hooked", "bare", "overridden", "torch's scaler"]
+    for how in ways[: 5 if device == "cuda" else 6]:  # torch's has no bfloat16 on a GPU
         parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100), (9,)])
+        if how == "overridden":
+            own = {"step": lambda self, *_: fastamp.AdamW.step(self)}
+            optimizer.__class__ = type("Own", (fastamp.AdamW,), own)
         cls = torch.amp.GradScaler if how == "torch's scaler" else fastamp.GradScaler
         scaler = cls(device, init_scale=4.0)
         called = []
@@ -388,10 +391,10 @@ def test_a_state_of_an_older_torch_is_loaded(backend):
 @pytest.mark.parametrize(
     ("name", "spoil", "said"),
     [
-        ("exp_avg_scale", torch.Tensor.half, " of parameter 0 is torch.float16, expected"),
-        ("low", torch.Tensor.half, " of parameter 0 is torch.float16, expected"),
-        ("exp_avg", lambda _: torch.zeros(8), r" of parameter 1 has the shape \(8,\)"),
-        ("exp_avg", None, "parameter 1 has no exp_avg"),
+        ("exp_avg_scale", torch.Tensor.half, " of parameter 0 is torch.float16 .* expected float"),
+        ("low", torch.Tensor.half, " of parameter 0 is torch.float16 .* expected uint8"),
+        ("exp_avg", lambda _: torch.zeros(8), r" of parameter 1 is torch.float32 of shape \(8,\)"),
+        ("exp_avg", None, "exp_avg of parameter 1 is missing"),
         ("eps", None, "eps: expected at least"),
         ("groups", None, "groups of"),
     ],
@@ -462,7 +465,6 @@ def test_bytes_of_gpt_2s_layers_are_half(name, nbytes):
         ("AdamW", {"eps": "x"}, "eps: expected a number, got 'x'"),
         ("AdamW", {"seed": -1}, "seed: expected an integer"),
         ("SGD", {"dampening": 0.5}, "dampening=0.5: fastamp.SGD does not support .* torch.optim"),
-        ("SGD", {"nesterov": True}, "nesterov=True: expected a momentum above 0"),
         ("SGD", {"momentum": -1}, "momentum: expected a number of at least 0, got -1"),
     ],
 )
@@ -480,7 +482,7 @@ def test_parameters_and_gradients_of_other_kinds_are_refused_by_name():
     with pytest.raises(RuntimeError, match=r"cannot make this step: .*a gradient's dtype, layout"):
         optimizer.step()
     flat = torch.nn.Parameter(torch.zeros(100_000))
-    with pytest.warns(UserWarning, match=r"saves nothing for param_groups\[0\]\['params'\]\[1\]"):
+    with pytest.warns(UserWarning, match=r"saves nothing for most of param_groups\[0\]"):
         fastamp.SGD([weight, flat], momentum=0.9, moments="8bit")
 
 

@@ -77,8 +77,7 @@ def test_a_list_of_optimizers_is_checked():
     parameters, optimizers, scaler = two_optimizers("own", "own", "cpu")
     with pytest.raises(ValueError, match="optimizer: expected at least one"):
         scaler.step([], max_norm=1.0)
-    twice = r"^optimizer\[2\]: the same as optimizer\[0\]; expected each once$"
-    with pytest.raises(ValueError, match=twice):
+    with pytest.raises(ValueError, match=r"^optimizer\[2\] and optimizer\[0\] have a parameter"):
         scaler.step([*optimizers, optimizers[0]], max_norm=1.0)
     with pytest.raises(TypeError, match=r"optimizer\[2\]: expected an optimizer, got a Linear"):
         scaler.step([*optimizers, torch.nn.Linear(1, 1)], max_norm=1.0)

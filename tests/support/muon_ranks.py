@@ -64,21 +64,21 @@ def in_backend(name, layout, options, room=muon.CPU_STACK):
 
 
 def counted(count):
-    """Step three times; return the matrices of each stack, and the collectives of objects."""
+    """Step three times; return the matrices of each stack, and the comparisons of ranks."""
     stacks, place = [], placed("rows")
     shapes = [(8, 4 + i // 3) for i in range(count)]  # stacks of three
     parameters = [torch.nn.Parameter(place(torch.ones(shape))) for shape in shapes]
     optimizer = torch.optim.Muon(parameters)
-    gather = dist.all_gather_object
+    reduce = dist.all_reduce
     with (
         mock.patch.object(muon, "orthogonalize_", lambda stack, *_: stacks.append(len(stack))),
-        mock.patch.object(dist, "all_gather_object", side_effect=gather) as gathers,
+        mock.patch.object(dist, "all_reduce", side_effect=reduce) as reduces,
     ):
         for _ in range(3):
             for p, shape in zip(parameters, shapes, strict=True):
                 p.grad = place(torch.ones(shape))
             fastamp.optimizer_step(optimizer, zero_grad=True)
-    return stacks, gathers.call_count
+    return stacks, reduces.call_count
 
 
 def trained(spreads):
