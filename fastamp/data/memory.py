@@ -4,6 +4,7 @@ import ctypes
 import math
 import weakref
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,17 +14,13 @@ from torch.utils.data import get_worker_info
 # From this size on fresh memory costs more than a lease: the C library gives freed pages back to
 # the system, and the next batch faults them in again, as images of 9.6 MB a batch showed.
 LEASED_NBYTES = 1 << 20
-_MOST_FREE = 4  # buffers that wait for the next batch
-
 _CPU = torch.device("cpu")
 
 
 def can_pin() -> bool:
     """Say whether torch pins memory here: not without an accelerator, nor on Apple's GPUs."""
-    if not torch.accelerator.is_available():
-        return False
-    device = torch.accelerator.current_accelerator()
-    return device is None or device.type != "mps"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type != "mps"
 
 
 class Memory:
@@ -38,10 +35,9 @@ class Memory:
     """
 
     def __init__(self, *, pinned: bool = False, max_bytes: int = 1 << 30) -> None:
-        """Keep buffers of at most `max_bytes` for the next batches."""
+        """Keep four buffers, of at most `max_bytes` together, for the next batches."""
         self.pinned, self._max_bytes = pinned, max_bytes
-        self.free: deque[_Lease] = deque(maxlen=_MOST_FREE)
-        """Buffers that wait for the next batch."""
+        self.free: deque[_Lease] = deque(maxlen=4)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised, contiguous tensor on the CPU."""
@@ -60,9 +56,8 @@ class Memory:
 
     def _lease(self, nbytes: int) -> torch.UntypedStorage:
         """Return the memory of a buffer, which comes back when nothing refers to it."""
-        memory = self._take_free(nbytes)
-        if memory is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
+        free = self._take_free(nbytes)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU) if free is None else free
         # torch keeps the buffer's owner alive as long as the storage.
         owner: Any = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
         owner.lease = lease = _Lease(owner, self.free.append)
@@ -72,7 +67,7 @@ class Memory:
     def _take_free(self, nbytes: int) -> torch.Tensor | None:
         """Return a free buffer of this size or somewhat more; drop those that take too much."""
         taken, held = None, 0
-        try:  # another thread may take one meanwhile: each call is atomic
+        with suppress(IndexError):  # another thread may take one meanwhile: each call is atomic
             for _ in range(len(self.free)):
                 lease = self.free.pop()  # the last one, which may still be in the caches
                 size = lease.memory.nbytes
@@ -81,12 +76,10 @@ class Memory:
                 elif held + size <= self._max_bytes:
                     held += size
                     self.free.appendleft(lease)
-        except IndexError:
-            pass
         return taken
 
     def __reduce__(self) -> Any:
-        """Copy and pickle without the buffers."""
+        """Pickle without the buffers."""
         return partial(Memory, pinned=self.pinned, max_bytes=self._max_bytes), ()
 
 

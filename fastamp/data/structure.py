@@ -18,7 +18,7 @@ def contents_of(value: Any) -> dict[Any, Any] | None:
     """Return what a container holds by key, index or name; None for anything else."""
     if isinstance(value, Mapping):
         return {key: value[key] for key in value}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         names = getattr(value, "_fields", None)
         return dict(enumerate(value) if names is None else zip(names, value, strict=False))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -60,10 +60,7 @@ def is_movable(value: Any) -> bool:
 
 
 def map_tensors(function: Callable[[Any], Any], batch: Any, *, movable: bool = False) -> Any:
-    """Return the batch with every tensor replaced; types and everything else stay.
-
-    With `movable`, objects that move themselves are replaced, too.
-    """
+    """Return the batch with every tensor replaced, and if `movable` what moves itself, too."""
     if isinstance(batch, Tensor) or (movable and is_movable(batch)):
         return function(batch)
     contents = contents_of(batch)

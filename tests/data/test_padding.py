@@ -125,15 +125,15 @@ def test_padding_needs_one_number_of_dimensions(backend):
 @pytest.mark.parametrize(
     ("pad", "samples", "error", "message"),
     [
-        ({"idz": 0}, [{"ids": torch.ones(1)}], ValueError, "pad has the key 'idz' for samples[0]"),
-        ({1: 0}, [(torch.ones(1),)], ValueError, "pad has the key 1 for samples[0], which has [0]"),
+        ({"idz": 0}, [{"ids": torch.ones(1)}], ValueError, "pad has the key 'idz' for samples[i]"),
+        ({1: 0}, [(torch.ones(1),)], ValueError, "pad has the key 1 for samples[i], which has [0]"),
         (
             {"ids": {"x": 0}},
             [{"ids": torch.ones(1)}],
             TypeError,
-            "samples[0]['ids']: expected a nu",
+            "samples[i]['ids']: expected a nu",
         ),
-        ({"ids": 0}, [{"ids": "text"}], TypeError, "samples[0]['ids']: expected a tensor, an arr"),
+        ({"ids": 0}, [{"ids": "text"}], TypeError, "samples[i]['ids']: expected a tensor, an arr"),
         ({"ids": 0}, [{"ids": {"x": 1}}], TypeError, "numbers of one depth, got dict"),
         ({"ids": 0}, [{"ids": ["a"]}], TypeError, "of one depth, got list with <U1 elements"),
         ({"ids": 0}, [{"ids": [1, [2]]}], TypeError, "got list with object elements"),
@@ -141,8 +141,8 @@ def test_padding_needs_one_number_of_dimensions(backend):
         (-1, [torch.ones(1, dtype=torch.uint8)], ValueError, "torch.uint8 does not hold it"),
         (math.inf, [torch.ones(1, dtype=torch.int32)], ValueError, "torch.int32 does not hold it"),
         (math.nan, [[1], [1, 2]], ValueError, "torch.int64 does not hold it"),
-        ("0", [[1]], ValueError, "pad='0' for samples[0]: torch.int64 does not hold it"),
-        (2**63, [[1]], ValueError, "pad=9223372036854775808 for samples[0]: torch.int64 does not"),
+        ("0", [[1]], ValueError, "pad='0' for samples[i]: torch.int64 does not hold it"),
+        (2**63, [[1]], ValueError, "pad=9223372036854775808 for samples[i]: torch.int64 does not"),
     ],
 )
 def test_bad_padding_is_refused_at_the_first_batch(backend, pad, samples, error, message):
