@@ -85,9 +85,6 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self.root = os.path.expanduser(os.fspath(path))  # noqa: PTH111 - paths as torchvision's
         with os.scandir(self.root) as entries:
             self.classes = sorted(entry.name for entry in entries if entry.is_dir())
-        if not self.classes:
-            msg = f"Couldn't find any class folder in {self.root}."
-            raise FileNotFoundError(msg)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         self.samples = self.imgs = [
             (os.path.join(folder, file), label)  # noqa: PTH118
@@ -98,9 +95,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         ]
         self.targets = [label for _, label in self.samples]
         empty = self.class_to_idx.keys() - {self.classes[label] for label in self.targets}
-        if empty:
-            msg = f"Found no valid file for the classes {', '.join(sorted(empty))}. "
-            raise FileNotFoundError(msg + f"Supported extensions are: {', '.join(EXTENSIONS)}")
+        if empty or not self.classes:
+            names = ", ".join(sorted(empty)) or "that are its folders"
+            msg = f"{self.root}: found no valid file for the classes {names}; "
+            raise FileNotFoundError(msg + f"supported extensions are {', '.join(EXTENSIONS)}")
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -1,8 +1,7 @@
-"""Hugging Face datasets: columns of numbers, read once into memory through the dataset itself.
+"""Hugging Face datasets: columns of numbers, read once into memory.
 
 A few rows in the dataset's own format show which batches torch's loader makes of it. The whole is
-read from Arrow's table, through an indices mapping where there is one (`select`, `shuffle`,
-`filter`, `train_test_split`).
+read from Arrow's table, by the rows that `select`, `shuffle` and others chose.
 """
 
 import re
@@ -32,12 +31,7 @@ def is_table(dataset: object) -> bool:
 
 
 def columns_of_table(dataset: Any, max_bytes: int) -> Columns | str:
-    """Read a dataset's columns, once; return them, or why it has to be read item by item.
-
-    Args:
-        dataset: a `datasets.Dataset`.
-        max_bytes: the most bytes that the columns may take.
-    """
+    """Return a dataset's columns, read once, or why it has to be read item by item."""
     like = torch.empty(0)  # of the default dtype, on the default device
     state = dataset.format, like.dtype, like.device, max_bytes, id(dataset.data)
     known = _known.get(dataset)
@@ -71,8 +65,8 @@ def _read(dataset: Any, max_bytes: int) -> Columns | str:
             if arrays[-1][rows].numpy().tobytes() == part.numpy().tobytes():
                 continue
         return f"{what} a column {name!r} of nulls, of several lengths, or converted on its way"
-    build = lambda parts: dict(zip(batch, parts, strict=True))  # noqa: E731
-    return Columns(arrays, [array.dtype for array in arrays], build)
+    dtypes = [array.dtype for array in arrays]
+    return Columns(arrays, dtypes, lambda parts: dict(zip(batch, parts, strict=True)))
 
 
 def _numbers_of(column: Any, shape: tuple[int, ...]) -> Tensor | None:

@@ -28,9 +28,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     as int64. Windows do not overlap; a last piece that is too short is left out.
 
     Args:
-        path_or_array: a file of raw tokens or a `.npy` file, which is mapped; or a one-dimensional
-            array or tensor on the CPU. A list of these is one sequence, which a loader reads window
-            by window.
+        path_or_array: a file of raw tokens or a `.npy` file, which is mapped, or a one-dimensional
+            array or tensor on the CPU; a list of these is one sequence, read window by window.
         block_size: tokens in a window.
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
@@ -39,11 +38,10 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             by `fastamp.sample_rng`. An epoch has as many windows as without.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: there is no such file.
         TypeError: NumPy does not know `dtype`.
-        ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
-            `block_size` is below 1; or `header` is more than a file has, or is given for anything
-            but raw files.
+        ValueError: a file is empty, damaged or shorter than `header`, which is for raw files alone;
+            the tokens are too few for one window, of another dtype, or not one-dimensional.
 
     Example:
         >>> dataset = fastamp.TokenDataset(np.arange(10, dtype=np.uint16), block_size=4)
@@ -77,7 +75,11 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         """Map the files, and check that all tokens have one dtype."""
         parts: list[npt.NDArray[Any]] = []
         for i, source in enumerate(self._sources):
-            parts.append(part := _open(source, self._dtype, self._header))
+            try:
+                parts.append(part := _open(source, self._dtype, self._header))
+            except (OverflowError, ValueError) as error:
+                msg = f"path_or_array[{i}]: {source} cannot be read: {error}"
+                raise ValueError(msg) from error
             expected = self._dtype or parts[0].dtype
             if part.ndim != 1 or expected not in _DTYPES or part.dtype != expected:
                 kind = expected if expected in _DTYPES else "uint8, uint16, uint32, int32 or int64"
@@ -139,18 +141,10 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
 def _open(source: Any, dtype: Any, header: int) -> npt.NDArray[Any]:
     """Return the tokens of an array, or of a file, which is mapped."""
-    is_file = isinstance(source, Path)
-    if not is_file or source.suffix.lower() == ".npy":
-        if header:
-            msg = f"header={header}: expected 0 for anything but files of raw tokens"
-            raise ValueError(msg)
-        tokens = open_memmap(source, mode="r") if is_file else source
-        return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
-    kind = np.dtype(np.uint16 if dtype is None else dtype)
-    nbytes = source.stat().st_size
-    if nbytes < header or (nbytes - header) % kind.itemsize:
-        msg = f"{source} has {nbytes} bytes: expected {header} of a header and a multiple of "
-        raise ValueError(msg + f"{kind.itemsize} of tokens, for dtype {kind}")
-    if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
-        return np.empty(0, kind)
-    return np.memmap(source, kind, "r", offset=header)
+    if isinstance(source, Path) and source.suffix.lower() != ".npy":
+        return np.memmap(source, np.uint16 if dtype is None else dtype, "r", offset=header)
+    if header:
+        msg = f"header={header}: expected 0 for anything but files of raw tokens"
+        raise ValueError(msg)
+    tokens = open_memmap(source, mode="r") if isinstance(source, Path) else source
+    return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens

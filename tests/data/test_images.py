@@ -123,11 +123,10 @@ def test_a_folder_without_images_is_refused_by_name(tmp_path):
     write(tmp_path, {"file.jpg": b""})
     with pytest.raises(NotADirectoryError, match=r"file\.jpg"):
         fastamp.ImageFolder(tmp_path / "file.jpg", 4)
-    message = re.escape(f"Couldn't find any class folder in {tmp_path}.")
-    with pytest.raises(FileNotFoundError, match=message):
+    with pytest.raises(FileNotFoundError, match="no valid file for the classes that are its"):
         fastamp.ImageFolder(tmp_path, 4)
     write(tmp_path, {"b/x.jpg": b"", "c/x.txt": b"", "a/x/y.txt": b""})
-    message = r"Found no valid file for the classes a, c\. Supported extensions are: \.jpg, "
+    message = r"found no valid file for the classes a, c; supported extensions are \.jpg, "
     with pytest.raises(FileNotFoundError, match=message):
         fastamp.ImageFolder(tmp_path, 4)
 
