@@ -1,8 +1,4 @@
-"""A collate_fn with default_collate's results and one copy per byte.
-
-As in torch, the first sample decides how a batch is collated. What the core does not support goes
-to torch's own collate function.
-"""
+"""A collate_fn with default_collate's results and one copy per byte, by the core or by torch."""
 
 import functools
 import math
@@ -17,7 +13,6 @@ from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
 from fastamp.data.arrays import torch_dtype
-from fastamp.data.checks import as_integer
 from fastamp.data.memory import LEASED_NBYTES, Memory
 from fastamp.data.structure import contents_of, rebuild
 
@@ -44,16 +39,12 @@ class BatchCollator:
             and names of fields as keys; or one number where a sample is itself the leaf. A leaf is
             a tensor, an array, or a list of numbers, which becomes int64, float64 or bool.
             Dimensions are padded at their end to the longest sample.
-        pad_multiple: round padded dimensions up to a multiple of this: those that differ within
-            the batch, and the only dimension of a vector.
 
     Raises:
-        TypeError: at the first batch, `pad` has a mapping for a leaf, or a number for a leaf that
-            cannot be padded.
-        ValueError: `pad_multiple` is below 1; at the first batch, `pad` has a key that the samples
-            lack, or what the dtype cannot hold.
+        TypeError: `pad` has a mapping for a leaf, or a number for a leaf that cannot be padded.
+        ValueError: `pad` has a key that the samples lack, or what the dtype cannot hold.
         RuntimeError: samples differ in shape and `pad` has no number for them, or in their number
-            of dimensions: the message names the keys.
+            of dimensions. All of these name the keys, at the first batch.
 
     Example:
         >>> collate = fastamp.BatchCollator(pad={"ids": 0})
@@ -61,14 +52,13 @@ class BatchCollator:
         [[5, 6, 7], [8, 0, 0]]
     """
 
-    def __init__(self, pad: Pad = None, *, pad_multiple: int = 1) -> None:
-        self.pad_multiple = as_integer("pad_multiple", pad_multiple, least=1, optional=False)
+    def __init__(self, pad: Pad = None) -> None:
         self.pad = pad
         self._memory = Memory()
 
     def with_memory(self, memory: Memory) -> "BatchCollator":
         """Return a collator with the same options that allocates its batches there."""
-        made = BatchCollator(self.pad, pad_multiple=self.pad_multiple)
+        made = BatchCollator(self.pad)
         made._memory = memory
         return made
 
@@ -128,7 +118,7 @@ class BatchCollator:
             raise ValueError(msg)
         out, core = None, _ops.core_for(_CPU)
         if core and dtype is not None:
-            out = core.stack(samples, dtype, self._memory.allocate, element, self.pad_multiple)
+            out = core.stack(samples, dtype, self._memory.allocate, element)
         if out is None and element is not None:
             out = self._pad(samples, element)
         if out is not None:
@@ -142,13 +132,9 @@ class BatchCollator:
     def _pad(self, samples: Sequence[Any], pad: Tensor) -> Tensor | None:
         """Pad by torch's operators: gradients flow, and dtypes may differ."""
         rows = [torch.as_tensor(sample) for sample in samples]
-        shapes, step = [row.shape for row in rows], self.pad_multiple
-        if len({*map(len, shapes)}) > 1:
+        if len({row.ndim for row in rows}) > 1:
             return None
-        longest = []
-        for lengths in zip(*shapes, strict=True):
-            is_ragged = len(shapes[0]) == 1 or len({*lengths}) > 1
-            longest.append(-(-max(lengths) // step) * step if is_ragged else lengths[0])
+        longest = map(max, zip(*(row.shape for row in rows), strict=True))
         dtype = functools.reduce(torch.promote_types, [row.dtype for row in rows])
         padded = self._memory.allocate((len(rows), *longest), dtype).to(rows[0].device).copy_(pad)
         for i, row in enumerate(rows):

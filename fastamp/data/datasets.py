@@ -20,23 +20,21 @@ class ArrayDataset(Dataset[Any]):
 
     `ArrayDataset(x, y)` has the samples `(x[i], y[i])`, and the batches of a TensorDataset.
     `ArrayDataset({"x": x, "y": y})` has the samples `{"x": x[i], "y": y[i]}`, and dicts as batches.
-    The arrays may be nested in dicts, lists and tuples. They are shared, not copied. Arrays on a
-    device are gathered there: `ArrayDataset(x.cuda(), y.cuda())`.
+    The arrays are shared, not copied. Arrays on a device are gathered there.
 
     Args:
-        arrays: with the same first dimension, of any dtype. `ArrayDataset((x, y))` is
-            `ArrayDataset(x, y)`.
-        augment: a list of augmentations of the first array, made in its order, on the device of
-            the batch: `fastamp.RandomCrop` and `fastamp.RandomHorizontalFlip`, which draw by the
-            sample's place in the epoch, as `fastamp.sample_rng`. The images have the shape (...,
-            height, width).
+        arrays: with the same first dimension, of any dtype, also nested in dicts, lists and tuples.
+            `ArrayDataset((x, y))` is `ArrayDataset(x, y)`.
+        augment: a list of `fastamp.RandomCrop` and `fastamp.RandomHorizontalFlip`, which change the
+            first array's images, of shape (..., height, width), in this order, on the batch's
+            device. They draw by the sample's place in the epoch, as `fastamp.sample_rng`.
 
     Attributes:
         arrays: what was passed, a tuple or a dict; it may be replaced between two passes.
 
     Raises:
         TypeError: an array is no tensor or NumPy array with a first dimension, an augmentation is
-            none of these, or the array to augment does not hold images in plain memory.
+            none of these, or the first array does not hold images in plain memory.
         ValueError: there is no array, or they differ in length; or the augmentations do not fit.
 
     Example:

@@ -1,8 +1,4 @@
-"""`fastamp.in_memory`: a dataset whose items are read once, and gathered from then on.
-
-With a path the columns lie in a folder: a `.npy` file for each leaf of an item. The folder is
-written under another name and renamed.
-"""
+"""`fastamp.in_memory`: a dataset whose items are read once, and gathered from then on."""
 
 import errno
 import os
@@ -50,11 +46,11 @@ def in_memory(
 
     Args:
         dataset: with `__getitem__` and `__len__`.
-        path: a folder for the items, which is made; None keeps them in memory. If the folder is
-            there, it is mapped: its length, shapes, dtypes and the eight items must be the
-            dataset's; name the version of your data in the path, for what these do not show. What
-            the program writes into the mapped tensors stays in its memory. Over ranks, let one rank
-            call before the others. A `.npy` file cannot hold bfloat16 and 8-bit floats.
+        path: a folder for the items, which is made, with a `.npy` file for each leaf; None keeps
+            them in memory. If the folder is there, it is mapped: its length, shapes, dtypes and the
+            eight items must be the dataset's; name the version of your data in the path, for what
+            these do not show. What the program writes into the mapped tensors stays in its memory.
+            Over ranks, let one rank call before the others.
         num_workers: processes or threads that read the items; 0 reads them in this thread.
         worker: None or "process" for torch's worker processes, or "thread" for threads.
 
@@ -62,11 +58,10 @@ def in_memory(
         An `ArrayDataset` of tensors, or one tensor if the items are bare leaves.
 
     Raises:
-        TypeError: `dataset` has no length or items; items are not as described above, or not as
-            item 0; or NumPy lacks a dtype that a folder has to hold.
+        TypeError: `dataset` has no length or items; items are not as described above; or NumPy
+            lacks a dtype that a folder has to hold, as bfloat16.
         ValueError: the dataset is random, or the folder was not made of this dataset.
-        OSError: the folder cannot be written, as when another process has made it meanwhile, or its
-            disk is too small.
+        OSError: the folder cannot be written or read, or its disk is too small.
 
     Example:
         >>> class Squares(torch.utils.data.Dataset):

@@ -26,12 +26,8 @@ def can_pin() -> bool:
 class Memory:
     """Gives out memory for the tensors of batches and takes it back when they are gone.
 
-    1. In a worker process of torch's loader, memory is shared with the parent, as in torch.
-    2. Pinned memory is torch's: its allocator keeps a freed block until the copies from it are
-       done.
-    3. Large tensors are leased: a buffer is free again when the last tensor in it, or the last
-       autograd graph that saved one, has died; never earlier. When none is free, one is made.
-    4. Everything else is fresh: the allocator is faster than any ring.
+    Large tensors are leased: a buffer is free again when the last tensor in it, or the last
+    autograd graph that saved one, has died; never earlier. When none is free, one is made.
     """
 
     def __init__(self, *, pinned: bool = False, max_bytes: int = 1 << 30) -> None:
@@ -42,9 +38,9 @@ class Memory:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised, contiguous tensor on the CPU."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes and get_worker_info() is not None:
+        if nbytes and get_worker_info() is not None:  # shared with the parent, as in torch
             storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
-        elif self.pinned:
+        elif self.pinned:  # torch keeps a freed block until the copies from it are done
             return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=True)
         elif LEASED_NBYTES <= nbytes <= self._max_bytes:
             storage = self._lease(nbytes)
@@ -55,28 +51,24 @@ class Memory:
         return empty.set_(storage, 0, shape)  # type: ignore[no-any-return]
 
     def _lease(self, nbytes: int) -> torch.UntypedStorage:
-        """Return the memory of a buffer, which comes back when nothing refers to it."""
-        free = self._take_free(nbytes)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU) if free is None else free
+        """Return the memory of a buffer of this size or somewhat more; drop what is too much."""
+        memory, held = None, 0
+        with suppress(IndexError):  # another thread may take one meanwhile: each call is atomic
+            for _ in range(len(self.free)):
+                lease = self.free.pop()  # the last one, which may still be in the caches
+                size = lease.memory.nbytes
+                if memory is None and nbytes <= size <= nbytes + nbytes // 2:
+                    memory = lease.memory
+                elif held + size <= self._max_bytes:
+                    held += size
+                    self.free.appendleft(lease)
+        if memory is None:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
         # torch keeps the buffer's owner alive as long as the storage.
         owner: Any = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
         owner.lease = lease = _Lease(owner, self.free.append)
         lease.memory = memory
         return torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
-
-    def _take_free(self, nbytes: int) -> torch.Tensor | None:
-        """Return a free buffer of this size or somewhat more; drop those that take too much."""
-        taken, held = None, 0
-        with suppress(IndexError):  # another thread may take one meanwhile: each call is atomic
-            for _ in range(len(self.free)):
-                lease = self.free.pop()  # the last one, which may still be in the caches
-                size = lease.memory.nbytes
-                if taken is None and nbytes <= size <= nbytes + nbytes // 2:
-                    taken = lease.memory
-                elif held + size <= self._max_bytes:
-                    held += size
-                    self.free.appendleft(lease)
-        return taken
 
     def __reduce__(self) -> Any:
         """Pickle without the buffers."""

@@ -87,11 +87,6 @@ class SampleRng:
         return torch.Generator("cpu").manual_seed(self._key)
 
 
-class _Current(threading.local):
-    sample: "Batch | SampleRng | None" = None
-    """Of the sample that the thread makes."""
-
-
 class Batch:
     """Lets `sample_rng` return the generators of the sample that `number` says is being made."""
 
@@ -102,7 +97,7 @@ class Batch:
         self._of: int | None = None
 
     def __enter__(self) -> "Batch":  # noqa: PYI034 - Self needs Python 3.11
-        self._before, current.sample = current.sample, self
+        self._before, current.sample = getattr(current, "sample", None), self
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +110,8 @@ class Batch:
         return self._found
 
 
-current = _Current()
+current = threading.local()
+"""Its `sample` is the Batch of the sample that the thread makes."""
 
 
 def sample_rng() -> SampleRng:
@@ -123,11 +119,9 @@ def sample_rng() -> SampleRng:
 
     For a dataset's `__getitem__`: the draws depend on the loader's `seed`, the epoch and the
     sample's place in the epoch, over all ranks; not on workers, or on where a pass was resumed. All
-    calls for one sample return the same generators.
-
-    `__getitems__`, a `collate_fn`, and an iterable dataset with its `collate_fn` have generators
-    for each batch. Outside of a `fastamp.DataLoader`, and where workers read an iterable dataset,
-    each call returns new ones, seeded from torch's default generator.
+    calls for one sample return the same generators. `__getitems__`, a `collate_fn`, and an iterable
+    dataset have generators for each batch. Outside of a `fastamp.DataLoader`, and where workers
+    read an iterable dataset, each call returns new ones, seeded from torch's default generator.
 
     Example:
         >>> class Noise(torch.utils.data.Dataset):
@@ -140,10 +134,8 @@ def sample_rng() -> SampleRng:
         >>> torch.equal(first, again)
         True
     """
-    found = current.sample
-    if type(found) is Batch:
-        return found.rng()
-    return found or SampleRng(draw_seed())  # type: ignore[return-value]
+    batch: Batch | None = getattr(current, "sample", None)
+    return SampleRng(draw_seed()) if batch is None else batch.rng()
 
 
 @contextmanager

@@ -82,25 +82,6 @@ def test_padding_follows_the_structure_of_a_sample(backend):
     assert batch["item"].ids.tolist() == [[1, 6], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ([(3,), (5,)], (8,)),
-        ([(5,), (5,)], (8,)),
-        ([(8,), (3,)], (8,)),
-        ([(0,), (0,)], (0,)),
-        ([(3, 5), (2, 5)], (4, 5)),
-        ([(3, 5), (3, 5)], (3, 5)),
-        ([(3, 5), (9, 6)], (12, 8)),
-    ],
-)
-def test_padded_dimensions_are_rounded_up(backend, shapes, expected):
-    collate = fastamp.BatchCollator(pad=0, pad_multiple=np.int64(4))
-    rows = [np.ones(shape, np.float32) for shape in shapes]
-    assert_same(collate(rows), torch.from_numpy(padded(rows, 0, expected)))
-    assert_same(collate([*map(torch.tensor, rows)]), torch.from_numpy(padded(rows, 0, expected)))
-
-
 def test_padding_keeps_gradients_and_promotes_dtypes(backend):
     samples = [torch.ones(2, requires_grad=True), torch.ones(3, dtype=torch.float64)]
     batch = fastamp.BatchCollator(pad=0)(samples)
@@ -148,12 +129,6 @@ def test_padding_needs_one_number_of_dimensions(backend):
 def test_bad_padding_is_refused_at_the_first_batch(backend, pad, samples, error, message):
     with pytest.raises(error, match=re.escape(message)):
         fastamp.BatchCollator(pad)(samples)
-
-
-def test_bad_options_are_refused():
-    for multiple in (0, -8, 1.5, None, 2**63):
-        with pytest.raises(ValueError, match=f"pad_multiple: expected an integer.*got {multiple}"):
-            fastamp.BatchCollator(pad=0, pad_multiple=multiple)
 
 
 def test_what_padding_does_not_help_is_told_as_torch_tells_it(backend):
