@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
@@ -16,11 +17,8 @@ from fastamp.data.arrays import torch_dtype
 from fastamp.data.memory import LEASED_NBYTES, Memory
 from fastamp.data.structure import contents_of, rebuild
 
-# The types that the core stacks, by torch's collate function for them.
-_STACKED: dict[Any, tuple[type, ...]] = {
-    torch_collate.collate_tensor_fn: (torch.Tensor, torch.nn.Parameter),
-    torch_collate.collate_numpy_array_fn: (np.ndarray, np.memmap),
-}
+# What torch collates by these, the core stacks.
+_STACKED = (torch_collate.collate_tensor_fn, torch_collate.collate_numpy_array_fn)
 _CPU = torch.device("cpu")
 
 Pad: TypeAlias = float | Mapping[Any, Any] | None
@@ -67,7 +65,7 @@ class BatchCollator:
         """Return the batch of at least one sample."""
         return self._collate(samples, "samples[i]", self.pad)
 
-    def _collate(self, samples: Sequence[Any], place: str, pad: Pad) -> Any:
+    def _collate(self, samples: Any, place: str, pad: Pad) -> Any:
         """Return the batch of what lies at some place of the samples."""
         first = samples[0]
         function = torch_collate.default_collate_fn_map.get(type(first))
@@ -79,17 +77,16 @@ class BatchCollator:
             msg = f"pad for {place}: expected a number, got {pad!r}"
             raise TypeError(msg)
         is_nested = isinstance(first, Tensor) and first.is_nested
-        if is_nested or (number is None and type(first) not in _STACKED.get(function, ())):
-            return _collate_as_torch(samples)
+        if is_nested or (number is None and function not in _STACKED):
+            return default_collate(samples)
         return self._stack(samples, place, number)
 
     def _collate_items(self, samples: Sequence[Any], names: list[Any], place: str, pad: Any) -> Any:
         """Return a container of the batches of what containers hold at each name."""
         first = samples[0]
-        for key in pad:
-            if key not in names:
-                msg = f"pad has the key {key!r} for {place}, which has {names}"
-                raise ValueError(msg)
+        if not pad.keys() <= {*names}:
+            msg = f"pad has the keys {[*pad]} for {place}, which has {names}"
+            raise ValueError(msg)
         is_list = isinstance(first, Sequence) and not hasattr(first, "_fields")
         if is_list and len({*map(len, samples)}) > 1:
             msg = f"{place}: each element in list of batch should be of equal size "
@@ -106,7 +103,7 @@ class BatchCollator:
             return [*batch.values()]  # as torch, which makes lists of tuples
         return rebuild(first, batch)
 
-    def _stack(self, samples: Sequence[Any], place: str, pad: float | None) -> Any:
+    def _stack(self, samples: Any, place: str, pad: float | None) -> Any:
         """Return tensors, arrays or lists of numbers as one tensor, padded to one shape."""
         if pad is not None and not isinstance(samples[0], Tensor | np.ndarray):
             samples = _as_arrays(samples, place, pad)
@@ -124,7 +121,7 @@ class BatchCollator:
         if out is not None:
             return out
         try:
-            return _collate_as_torch(samples)
+            return default_collate(samples)
         except RuntimeError as error:
             msg = f"{place}: {error} (`pad` takes a number for shapes that differ)"
             raise RuntimeError(msg) from error
@@ -140,11 +137,6 @@ class BatchCollator:
         for i, row in enumerate(rows):
             padded[i][tuple(map(slice, row.shape))].copy_(row)
         return padded
-
-
-def _collate_as_torch(samples: Sequence[Any]) -> Any:
-    registered = torch_collate.default_collate_fn_map
-    return torch_collate.collate(samples, collate_fn_map=registered)
 
 
 def _as_arrays(samples: Sequence[Any], place: str, pad: float) -> list[np.ndarray[Any, Any]]:
@@ -172,14 +164,14 @@ def _as_element(pad: float, dtype: torch.dtype) -> Tensor | None:
         return None
 
 
-def collate_faster(compiled: BatchCollator, samples: Sequence[Any]) -> Any:
+def collate_faster(compiled: BatchCollator, samples: list[Any]) -> Any:
     """Return torch's default batch, or the compiled one where that is faster: see measured.md.
 
     Batches from 1 MiB on are stacked into leased or pinned memory; torch makes the others.
     """
     if compiled._memory.pinned or _nbytes_of(samples[0]) * len(samples) >= LEASED_NBYTES:
         return compiled(samples)
-    return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
+    return default_collate(samples)
 
 
 def _nbytes_of(sample: Any) -> int:
@@ -187,7 +179,5 @@ def _nbytes_of(sample: Any) -> int:
     contents = contents_of(sample)
     if contents is not None:
         return sum(map(_nbytes_of, contents.values()))
-    if isinstance(sample, Tensor) and sample.layout is not torch.strided:
-        return 0
-    nbytes = getattr(sample, "nbytes", 0)
-    return nbytes if isinstance(nbytes, int) else 0
+    is_strided = isinstance(sample, Tensor) and sample.layout is torch.strided
+    return int(sample.nbytes) if is_strided or isinstance(sample, np.ndarray) else 0

@@ -85,9 +85,8 @@ class ArrayDataset(Dataset[Any]):
 
 def by_name(dataset: Any) -> Any:
     """Return a dict of arrays, with strings as keys, as an ArrayDataset; any other as it is."""
-    if type(dataset) is not dict or not all(type(key) is str for key in dataset):
-        return dataset
-    leaves = pytree.tree_leaves(dataset)
+    is_named = type(dataset) is dict and all(type(key) is str for key in dataset)
+    leaves = pytree.tree_leaves(dataset) if is_named else []
     if not leaves or not all(map(_has_rows, leaves)):
         return dataset
     count_rows(dataset, "dataset")  # raises an error with the caller's name of it

@@ -1,7 +1,4 @@
-"""`fastamp.ImageFolder`: a folder of images for each class, as uint8 pixels of one size.
-
-Images are decoded at the resolution that is needed, cropped, and only then resized.
-"""
+"""`fastamp.ImageFolder`: a folder of images for each class, as uint8 pixels of one size."""
 
 import importlib
 import math
@@ -50,20 +47,18 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     Raises:
         FileNotFoundError: there is no such folder, no class in it, or no image in a class.
-        OSError: when an image is read: the file is damaged (its path is in the message), or gone.
+        OSError: when an image is read: the file, which is named, is damaged or gone.
         ImportError: Pillow is not installed.
         ValueError: an option is out of range.
 
     Example:
         >>> from pathlib import Path
         >>> from PIL import Image
-        >>> for name in ("cat", "dog"):
-        ...     Path("pets", name).mkdir(parents=True)
-        ...     Image.new("RGB", (64, 48)).save(f"pets/{name}/0.png")
-        >>> dataset = fastamp.ImageFolder("pets", size=32)
-        >>> image, label = dataset[1]
+        >>> Path("pets/dog").mkdir(parents=True)
+        >>> Image.new("RGB", (64, 48)).save("pets/dog/0.png")
+        >>> image, label = fastamp.ImageFolder("pets", size=32)[0]
         >>> image.shape, label
-        (torch.Size([3, 32, 32]), 1)
+        (torch.Size([3, 32, 32]), 0)
     """
 
     def __init__(

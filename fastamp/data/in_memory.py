@@ -64,13 +64,7 @@ def in_memory(
         OSError: the folder cannot be written or read, or its disk is too small.
 
     Example:
-        >>> class Squares(torch.utils.data.Dataset):
-        ...     def __len__(self):
-        ...         return 6
-        ...
-        ...     def __getitem__(self, index):
-        ...         return torch.full((2,), index), index * index
-        >>> dataset = fastamp.in_memory(Squares(), "squares")
+        >>> dataset = fastamp.in_memory([(i, i * i) for i in range(6)], "squares")
         >>> next(iter(fastamp.DataLoader(dataset, 3)))[1]
         tensor([0, 1, 4])
     """

@@ -1,7 +1,7 @@
 """A dataset of the windows of a sequence of tokens, in files or in memory."""
 
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -103,19 +103,12 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         begin = int(index) % self._length * self.block_size
         if self.random_offsets:
             begin = sample_rng().take_key() % (self._begins[-1] - self.block_size)
-        tokens = self._read(begin, begin + self.block_size + 1)
+        end, begins = begin + self.block_size + 1, self._begins
+        parts = range(bisect_right(begins, begin) - 1, bisect_left(begins, end))
+        pieces = [self._parts[i][max(begin - begins[i], 0) : end - begins[i]] for i in parts]
+        tokens = np.concatenate(pieces)
         x, y = (torch.from_numpy(part.astype(np.int64)) for part in (tokens[:-1], tokens[1:]))
         return x, y
-
-    def _read(self, begin: int, end: int) -> npt.NDArray[Any]:
-        """Return the tokens between two places, which may lie in different parts."""
-        pieces = []
-        while begin < end:
-            number = bisect_right(self._begins, begin) - 1
-            first = self._begins[number]
-            pieces.append(self._parts[number][begin - first : end - first])
-            begin += len(pieces[-1])
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def columns(self) -> Columns | str:
         """Return the windows for a loader to gather, or why it has to read items."""

@@ -106,8 +106,18 @@ def test_padding_needs_one_number_of_dimensions(backend):
 @pytest.mark.parametrize(
     ("pad", "samples", "error", "message"),
     [
-        ({"idz": 0}, [{"ids": torch.ones(1)}], ValueError, "pad has the key 'idz' for samples[i]"),
-        ({1: 0}, [(torch.ones(1),)], ValueError, "pad has the key 1 for samples[i], which has [0]"),
+        (
+            {"idz": 0},
+            [{"ids": torch.ones(1)}],
+            ValueError,
+            "pad has the keys ['idz'] for samples[i]",
+        ),
+        (
+            {1: 0},
+            [(torch.ones(1),)],
+            ValueError,
+            "pad has the keys [1] for samples[i], which has [0]",
+        ),
         (
             {"ids": {"x": 0}},
             [{"ids": torch.ones(1)}],
