@@ -86,12 +86,11 @@ def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:
     """Return torch's dtype of an array in plain memory, `on_host` only on the CPU; else None."""
     if isinstance(array, np.ndarray):
         return torch_dtype(array.dtype)
-    if type(array) is not Tensor or array.requires_grad or array.is_meta:
+    if type(array) is not Tensor or array.layout is not torch.strided or array.is_nested:
         return None
-    if array.layout is not torch.strided or (on_host and array.device.type != "cpu"):
-        return None
-    odd = array.is_nested or array.is_quantized or array.is_conj() or array.is_neg()
-    return None if odd or array._is_zerotensor() else array.dtype
+    elsewhere = array.is_meta or (on_host and array.device.type != "cpu")
+    odd = array.is_quantized or array.is_conj() or array.is_neg() or array._is_zerotensor()
+    return None if elsewhere or odd or array.requires_grad else array.dtype
 
 
 def in_row_order(columns: Columns, max_bytes: int) -> Columns:

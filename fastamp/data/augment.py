@@ -98,9 +98,8 @@ def check_augmentations(augment: Any, array: Any) -> tuple[Augmentation, ...]:
     """Return the augmentations of an array as a tuple, or raise an error."""
     is_list = isinstance(augment, list | tuple)
     if not is_list or not all(isinstance(each, Augmentation) for each in augment):
-        kinds = "RandomCrop or RandomHorizontalFlip of fastamp"
-        msg = f"augment: expected a list of {kinds}, got {augment!r}"
-        raise TypeError(msg)
+        msg = "augment: expected a list of RandomCrop or RandomHorizontalFlip of fastamp, "
+        raise TypeError(msg + f"got {augment!r}")
     if not augment:
         return ()
     shape = tuple(array.shape)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from io import BytesIO
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from fastamp.data.checks import as_size
 from fastamp.data.sample_rng import sample_rng
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_RATIO = (3 / 4, 4 / 3)  # the least and largest width / height of a random crop
-_Box: TypeAlias = tuple[int, int, int, int]
-"""Left, top, right and bottom."""
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -122,16 +119,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return pixels.contiguous(), label
 
 
-def _center(image: Any, width: int, height: int) -> _Box:
-    """Return a centered part, no larger than the image."""
+def _center(image: Any, width: int, height: int) -> tuple[int, ...]:
+    """Return left, top, right and bottom of a centered part, no larger than the image."""
     width, height = min(image.width, width), min(image.height, height)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return left, top, left + width, top + height
 
 
-def draw_crop(image: Any, share: tuple[float, float], rng: random.Random) -> _Box:
+def draw_crop(image: Any, share: tuple[float, float], rng: random.Random) -> tuple[int, ...]:
     """Return a random part, drawn as by torchvision's RandomResizedCrop."""
-    least, most = _RATIO
+    least, most = 3 / 4, 4 / 3  # of width / height
     for _ in range(10):
         area = image.width * image.height * rng.uniform(*share)
         shape = math.exp(rng.uniform(math.log(least), math.log(most)))
@@ -142,7 +139,7 @@ def draw_crop(image: Any, share: tuple[float, float], rng: random.Random) -> _Bo
     return _center(image, round(image.height * most), round(image.width / least))
 
 
-def _decode(image: Any, data: bytes, box: _Box, size: tuple[int, int]) -> Tensor:
+def _decode(image: Any, data: bytes, box: tuple[int, ...], size: tuple[int, int]) -> Tensor:
     """Return the pixels of a part, of shape (3, height, width), to be resized to this size.
 
     A JPEG is decoded at the lowest resolution that need not be enlarged, and each edge of the part

@@ -164,8 +164,6 @@ def _map(folder: Path, length: int, probed: dict[int, _Columns]) -> _Columns:
     parts = {row: _bytes_of(column[row : row + 1] for column in columns) for row in probed}
     unequal = [row for row, item in probed.items() if parts[row] != _bytes_of(item)]
     if unequal or kinds != ([length] * len(first), _kinds_of(first)):
-        msg = (
-            f"{folder}: is not of this dataset: it holds {kinds}, and the items {unequal} differ; "
-        )
+        msg = f"{folder}: is not of this dataset: it holds {kinds}; items {unequal} differ; "
         raise ValueError(msg + "remove it, or give another path")
     return columns

@@ -48,16 +48,13 @@ def rebuild(like: Any, contents: dict[Any, Any]) -> Any:
     return clone
 
 
-def is_movable(value: Any) -> bool:
-    """Say whether an object moves itself to a device, as graphs and TensorDicts do."""
-    # transformers' mappings move in place
-    is_taken_apart = isinstance(value, Tensor | UserDict | PackedSequence)
-    return callable(getattr(type(value), "to", None)) and not is_taken_apart
-
-
 def map_tensors(function: Callable[[Any], Any], batch: Any, *, movable: bool = False) -> Any:
-    """Return the batch with every tensor replaced, and if `movable` what moves itself, too."""
-    if isinstance(batch, Tensor) or (movable and is_movable(batch)):
+    """Return the batch with every tensor replaced, and if `movable` what moves itself, too.
+
+    Graphs and TensorDicts do; transformers' mappings, too, but in place.
+    """
+    is_moved = movable and callable(getattr(type(batch), "to", None))
+    if isinstance(batch, Tensor) or (is_moved and not isinstance(batch, UserDict | PackedSequence)):
         return function(batch)
     contents = contents_of(batch)
     if contents is None:
