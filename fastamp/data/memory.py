@@ -19,8 +19,8 @@ _CPU = torch.device("cpu")
 
 def can_pin() -> bool:
     """Say whether torch pins memory here: not without an accelerator, nor on Apple's GPUs."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return device is not None and device.type != "mps"
+    kind = getattr(torch.accelerator.current_accelerator(), "type", None)
+    return torch.accelerator.is_available() and kind != "mps"
 
 
 class Memory:
