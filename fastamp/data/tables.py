@@ -74,7 +74,7 @@ def _numbers_of(column: Any, shape: tuple[int, ...]) -> Tensor | None:
     column = column.combine_chunks()
     for length in shape[1:]:
         column = getattr(column, "storage", column)
-        if column.null_count or column.value_lengths().unique().to_pylist() != [length]:
+        if column.value_lengths().unique().to_pylist() != [length]:
             return None
         column = column.flatten()
     if column.null_count or not _NUMBER.fullmatch(str(column.type)):

@@ -63,6 +63,7 @@ def test_keys_are_those_of_splitmix64():
     assert keys[:4] == [key_of(7, 2, place) for place in (1, 8, 15, 22)]
     assert order.find_keys(0, 2**15).tolist() == keys
     assert order.find_keys(7, 3).tolist() == keys[7:10]
+    assert order.find_key(~3) == key_of(7, 2, ~22 & MASK)  # of a batch
     assert len({*keys}) == len(keys)
     extremes = [0, MASK, 2**63 - 1, 2**63]
     assert mix(np.array(extremes, np.uint64)).tolist() == [*map(mix, extremes)]
