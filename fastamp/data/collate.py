@@ -28,8 +28,7 @@ class BatchCollator:
     """Collate samples into a batch as `torch.utils.data.default_collate`, but faster.
 
     Takes what `default_collate` takes, with the same results, and dataclasses: their fields are
-    collated and their type is kept, without a call of `__init__`. Memory is allocated once for a
-    leaf and every byte copied once; in a worker it is shared memory.
+    collated and their type is kept, without a call of `__init__`.
 
     Args:
         pad: numbers for leaves whose samples differ in shape, in the structure of a sample:
@@ -176,8 +175,9 @@ def collate_faster(compiled: BatchCollator, samples: list[Any]) -> Any:
 
 def _nbytes_of(sample: Any) -> int:
     """Return about how many bytes the tensors of a sample take."""
+    if isinstance(sample, Tensor):
+        return sample.nbytes if sample.layout is torch.strided else 0
     contents = contents_of(sample)
-    if contents is not None:
-        return sum(map(_nbytes_of, contents.values()))
-    is_strided = isinstance(sample, Tensor) and sample.layout is torch.strided
-    return int(sample.nbytes) if is_strided or isinstance(sample, np.ndarray) else 0
+    if contents is None:
+        return sample.nbytes if isinstance(sample, np.ndarray) else 0
+    return sum(map(_nbytes_of, contents.values()))

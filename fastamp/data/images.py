@@ -37,7 +37,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         size: height and width of the images, or one number for both.
         random_crop: the least and the largest share of the image's area, as (0.08, 1.0), for a
             random part in place of the centered one: torchvision's RandomResizedCrop.
-        flip: flip half of the images left to right, by `fastamp.sample_rng()`, as the crops.
+        flip: flip half of the images left to right. Both draw from `fastamp.sample_rng()`.
 
     Attributes:
         classes, class_to_idx, samples, imgs, targets: as torchvision's.

@@ -40,12 +40,10 @@ class Memory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes and get_worker_info() is not None:  # shared with the parent, as in torch
             storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
-        elif self.pinned:  # torch keeps a freed block until the copies from it are done
-            return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=True)
-        elif LEASED_NBYTES <= nbytes <= self._max_bytes:
+        elif LEASED_NBYTES <= nbytes <= self._max_bytes and not self.pinned:
             storage = self._lease(nbytes)
-        else:
-            return torch.empty(shape, dtype=dtype, device=_CPU)
+        else:  # torch keeps a freed pinned block until the copies from it are done
+            return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=self.pinned)
         # A tensor of its own, contiguous: a view could not be detached in place.
         empty: Any = torch.empty(0, dtype=dtype, device=_CPU)
         return empty.set_(storage, 0, shape)  # type: ignore[no-any-return]

@@ -15,7 +15,6 @@ from torch.utils.data import default_collate
 
 from fastamp.data.arrays import Columns, plain_dtype
 
-_FORMATS = (None, "numpy", "torch")
 # Not uint64, of which large numbers become int64 or an error, nor float16, whose NaNs torch
 # converts in two ways.
 _NUMBER = re.compile(r"bool|u?int(8|16|32)|int64|float|double")
@@ -42,7 +41,7 @@ def columns_of_table(dataset: Any, max_bytes: int) -> Columns | str:
 
 def _read(dataset: Any, max_bytes: int) -> Columns | str:
     kind, count, what = dataset.format["type"], len(dataset), "the Hugging Face dataset has"
-    if kind not in _FORMATS or not count:
+    if kind not in (None, "numpy", "torch") or not count:
         return f"{what} " + (f"the format {kind}" if count else "no rows")
     rows = sorted({0, count // 2, count - 1})
     try:
