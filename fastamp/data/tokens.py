@@ -77,7 +77,9 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         for i, source in enumerate(self._sources):
             try:
                 parts.append(part := _open(source, self._dtype, self._header))
-            except (OverflowError, ValueError) as error:
+            except OSError:
+                raise
+            except Exception as error:  # NumPy's parser raises errors of many types
                 msg = f"path_or_array[{i}]: {source} cannot be read: {error}"
                 raise ValueError(msg) from error
             expected = self._dtype or parts[0].dtype
