@@ -31,21 +31,6 @@ bool add_row(StackSpec& spec, const void* data, int ndim, const Length* shape) {
   return true;
 }
 
-/// Rounds up the dimensions that differ, and the only one of a vector.
-void round_up(StackSpec& spec, std::int64_t multiple) {
-  const std::size_t ndim = spec.row_shape.size();
-  bool differ = false;
-  for (std::size_t dim = 0; dim < ndim; ++dim) {
-    std::int64_t& longest = spec.row_shape[dim];
-    bool ragged = ndim == 1;
-    for (std::size_t i = dim; i < spec.shapes.size(); i += ndim)
-      ragged |= spec.shapes[i] != longest;
-    if (ragged) longest = (longest + multiple - 1) / multiple * multiple;
-    differ |= ragged;
-  }
-  if (!differ) spec.shapes.clear();
-}
-
 std::int64_t itemsize_of(dlpack::DataType dtype) { return (dtype.bits * dtype.lanes + 7) / 8; }
 
 bool read_tensors(const py::tuple& samples, StackSpec& spec) {
@@ -94,7 +79,7 @@ void* check_out(const py::object& out, const StackSpec& spec) {
 }
 
 py::object stack(const py::object& samples, const py::object& dtype, const py::object& allocate,
-                 const py::object& pad, std::int64_t multiple) {
+                 const py::object& pad) {
   // Other Python threads may change the list, but not the tuple.
   const auto owned = py::reinterpret_steal<py::tuple>(PySequence_Tuple(samples.ptr()));
   if (!owned) throw py::error_already_set();
@@ -107,7 +92,6 @@ py::object stack(const py::object& samples, const py::object& dtype, const py::o
   }
   const bool arrays = owned.size() > 0 && PyObject_CheckBuffer(owned[0].ptr()) != 0;
   if (!(arrays ? read_arrays(owned, spec) : read_tensors(owned, spec))) return py::none();
-  if (spec.pad != nullptr) round_up(spec, multiple);
   py::tuple shape(1 + spec.row_shape.size());
   shape[0] = owned.size();
   for (std::size_t dim = 0; dim < spec.row_shape.size(); ++dim)
@@ -163,7 +147,7 @@ void define_data(py::module_& module) {
   module.def("gather", &gather_rows, py::arg("arrays"), py::arg("rows"), py::arg("outs"),
              py::arg("num_threads"));
   module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),
-             py::arg("pad") = py::none(), py::arg("multiple") = 1);
+             py::arg("pad") = py::none());
 }
 
 }  // namespace fastamp

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import default_collate
+
+from fastamp.data.sample_rng import Keys
 
 _KINDS = (Tensor, np.ndarray, np.memmap)
 
@@ -27,10 +30,10 @@ class Columns:
     """Makes the batch, as default_collate would, of one tensor for each array."""
     rows: Tensor | None = None
     """For a subset: the row of each index, int64."""
-    starts: Callable[[Tensor], Tensor] | None = None
-    """Returns the rows to gather, drawn for the int64 keys of the samples; `rows` do not count."""
-    then: Callable[[list[Tensor], Tensor], list[Tensor]] | None = None
-    """Changes the gathered tensors, on their device; takes the int64 keys of the samples too."""
+    starts: Callable[[Keys], Tensor] | None = None
+    """Returns the rows to gather, drawn for the keys of the samples; `rows` do not count."""
+    then: Callable[[list[Tensor], Keys], list[Tensor]] | None = None
+    """Changes the gathered tensors, on their device."""
 
 
 def columns_of(tree: Any) -> Columns | str:
@@ -39,14 +42,13 @@ def columns_of(tree: Any) -> Columns | str:
     arrays = [array for array in map(_as_column, leaves) if array is not None]
     if not leaves or len(arrays) < len(leaves) or len({array.device for array in arrays}) > 1:
         return f"the {type(tree).__name__} holds more than plain arrays in one place"
-    dtypes = [array.dtype for array in arrays]
+    build: Callable[[list[Tensor]], Any] = list
     if isinstance(tree, _KINDS):
-        return Columns(arrays, dtypes, itemgetter(0))
-    if type(tree) is tuple and all(type(part) in _KINDS for part in tree):
-        return Columns(arrays, dtypes, list)
-    # The containers of a batch: default_collate makes a list of a tuple.
-    batch = default_collate([tree_map(lambda _: 0, tree)])
-    return Columns(arrays, dtypes, partial(tree_unflatten, treespec=tree_flatten(batch)[1]))
+        build = itemgetter(0)
+    elif type(tree) is not tuple or not all(type(part) in _KINDS for part in tree):
+        batch = default_collate([tree_map(lambda _: 0, tree)])  # which makes a list of a tuple
+        build = partial(tree_unflatten, treespec=tree_flatten(batch)[1])
+    return Columns(arrays, [array.dtype for array in arrays], build)
 
 
 def _as_column(array: Any) -> Tensor | None:
@@ -63,23 +65,12 @@ def _as_column(array: Any) -> Tensor | None:
         return None
 
 
-class _Memory:
-    """An array's memory, as if it could be written: torch warns of any that cannot."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
-
 def as_tensor(array: Any) -> Tensor:
-    """Return a tensor of the same memory. One of a read-only array must not be written into.
-
-    Raises:
-        ValueError: torch has no such strides.
-    """
-    if isinstance(array, Tensor):
-        return array
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+    """Return a tensor of an array's memory. One of a read-only array must not be written into."""
+    if not array.flags.writeable:  # torch would warn
+        memory = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        array = np.asarray(SimpleNamespace(array=array, __array_interface__=memory))
+    return torch.from_numpy(array)
 
 
 @cache
@@ -95,12 +86,11 @@ def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:
     """Return torch's dtype of an array in plain memory, `on_host` only on the CPU; else None."""
     if isinstance(array, np.ndarray):
         return torch_dtype(array.dtype)
-    if type(array) is not Tensor or array.requires_grad or array.is_meta:
+    if type(array) is not Tensor or array.layout is not torch.strided or array.is_nested:
         return None
-    if array.layout is not torch.strided or (on_host and array.device.type != "cpu"):
-        return None
-    odd = array.is_nested or array.is_quantized or array.is_conj() or array.is_neg()
-    return None if odd or array._is_zerotensor() else array.dtype
+    elsewhere = array.is_meta or (on_host and array.device.type != "cpu")
+    odd = array.is_quantized or array.is_conj() or array.is_neg() or array._is_zerotensor()
+    return None if elsewhere or odd or array.requires_grad else array.dtype
 
 
 def in_row_order(columns: Columns, max_bytes: int) -> Columns:

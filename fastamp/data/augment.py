@@ -3,21 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from numbers import Real
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fastamp.data.arrays import plain_dtype
 from fastamp.data.checks import as_integer, as_size
-from fastamp.data.sample_rng import mix_all
+from fastamp.data.sample_rng import Keys, mix
 
-_CHANNELS = (1, 3, 4)
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By their bytes: pixels are moved, whatever they are, and 0 has the same bits in all dtypes."""
-Size: TypeAlias = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class RandomCrop:
         torch.Size([3, 28, 28])
     """
 
-    size: Size | None = None
+    size: int | Sequence[int] | None = None
     padding: int = 0
 
     def __post_init__(self) -> None:
@@ -52,8 +50,7 @@ class RandomCrop:
         """Crop images of (batch, planes, height, width) at the places that 32 bits each draw."""
         padded = pad(images, [self.padding] * 4).contiguous()
         count, planes, rows, columns = padded.shape
-        size: Any = images.shape[2:] if self.size is None else self.size
-        height, width = size
+        height, width = size = as_size(self.size or images.shape[2:])
         if height > rows or width > columns:
             msg = f"size: {size} does not fit into the padded images, {(rows, columns)}"
             raise ValueError(msg)
@@ -83,14 +80,12 @@ class RandomHorizontalFlip:
     p: float = 0.5
 
     def __post_init__(self) -> None:
-        p: Any = self.p
-        if not isinstance(p, Real) or not 0 <= float(p) <= 1:
-            msg = f"p: expected a number from 0 to 1, got {p!r}"
+        if not 0 <= self.p <= 1:
+            msg = f"p: expected a number from 0 to 1, got {self.p!r}"
             raise ValueError(msg)
 
-    def apply(self, images: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    def apply(self, images: Tensor, y: Tensor, _x: Tensor) -> Tensor:
         """Flip those images of (batch, planes, height, width) that the 32 bits `y` draw."""
-        del x
         rows = torch.nonzero(y < round(self.p * 2**32))[:, 0]
         rows = rows.to(images.device, non_blocking=True)
         return images.index_copy(0, rows, images.index_select(0, rows).flip(3))
@@ -99,38 +94,32 @@ class RandomHorizontalFlip:
 Augmentation: TypeAlias = RandomCrop | RandomHorizontalFlip
 
 
-def check_augmentations(augment: Any) -> tuple[Augmentation, ...]:
-    """Return augmentations as a tuple, or raise an error."""
+def check_augmentations(augment: Any, array: Any) -> tuple[Augmentation, ...]:
+    """Return the augmentations of an array as a tuple, or raise an error."""
     is_list = isinstance(augment, list | tuple)
     if not is_list or not all(isinstance(each, Augmentation) for each in augment):
-        kinds = "RandomCrop or RandomHorizontalFlip of fastamp"
-        msg = f"augment: expected a list of {kinds}, got {augment!r}"
-        raise TypeError(msg)
-    return tuple(augment)
-
-
-def check_images(augmentations: tuple[Augmentation, ...], array: Any) -> None:
-    """Raise an error if an array does not hold images, or an augmentation does not fit them."""
-    shape = tuple(getattr(array, "shape", ()))
+        msg = "augment: expected a list of RandomCrop or RandomHorizontalFlip of fastamp, "
+        raise TypeError(msg + f"got {augment!r}")
+    if not augment:
+        return ()
+    shape = tuple(array.shape)
     if plain_dtype(array, on_host=False) is None or len(shape) < 3 or 0 in shape[1:]:
-        msg = (
-            "augment: expected plain numbers of shape (N, height, width) or (N, channels, height, "
-        )
-        kind = getattr(array, "dtype", type(array).__name__)
-        raise TypeError(msg + f"width), without gradient, got {kind} of shape {shape}")
-    if len(shape) > 3 and shape[-1] in _CHANNELS and shape[-1] < min(shape[-3:-1]):
+        msg = "augment: expected plain numbers of shape (N, height, width) or (N, channels, "
+        msg += "height, width), without gradient, "
+        raise TypeError(msg + f"got {array.dtype} of shape {shape}")
+    if len(shape) > 3 and shape[-1] in (1, 3, 4) and shape[-1] < min(shape[-3:-1]):
         msg = f"augment: expected images of shape (N, channels, height, width), got {shape}: "
         raise ValueError(msg + "pass images.permute(0, 3, 1, 2).contiguous()")
-    augment_images(
-        augmentations, torch.empty(0, *shape[1:], device="cpu"), torch.arange(0, device="cpu")
-    )
+    made = tuple(augment)
+    augment_images(made, torch.empty(0, *shape[1:], device="cpu"), np.empty(0, np.uint64))
+    return made
 
 
-def augment_images(augmentations: tuple[Augmentation, ...], images: Tensor, keys: Tensor) -> Tensor:
-    """Return augmented images; the int64 keys, on the CPU, seed the draws of each."""
+def augment_images(augmentations: tuple[Augmentation, ...], images: Tensor, keys: Keys) -> Tensor:
+    """Return augmented images; the keys seed the draws of each."""
     count, *lead, height, width = images.shape
-    found = images.view(_NUMBERS[images.itemsize]).reshape(count, prod(lead), height, width)
+    made = images.view(_NUMBERS[images.itemsize]).reshape(count, prod(lead), height, width)
     for i, each in enumerate(augmentations):
-        y, x = ((mix_all(keys + 2 * i + n) >> 32) & 0xFFFFFFFF for n in (1, 2))
-        found = each.apply(found, y, x)
-    return found.view(images.dtype).reshape(count, *lead, *found.shape[2:])
+        drawn = ((mix(keys + (2 * i + n)) >> 32).astype(np.int64) for n in (1, 2))
+        made = each.apply(made, *map(torch.from_numpy, drawn))
+    return made.view(images.dtype).reshape(count, *lead, *made.shape[2:])

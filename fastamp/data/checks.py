@@ -5,11 +5,7 @@ from typing import Any
 
 
 def as_integer(name: str, value: Any, *, least: int, optional: bool = True) -> Any:
-    """Return a 64-bit integer from `least` on, also NumPy's, as an int; if `optional`, also None.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return a 64-bit integer from `least` on, or a None that is `optional`; else a ValueError."""
     if value is None and optional:
         return None
     whole = isinstance(value, Integral) and not isinstance(value, bool)
@@ -20,11 +16,7 @@ def as_integer(name: str, value: Any, *, least: int, optional: bool = True) -> A
 
 
 def as_size(size: Any) -> tuple[int, int]:
-    """Return the height and width of images from these two, or from one number for both.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return height and width from these two, or from one number for both; else a ValueError."""
     pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
     if len(pair) != 2:
         msg = f"size: expected a number, or height and width, got {size!r}"

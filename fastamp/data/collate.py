@@ -1,42 +1,34 @@
-"""A collate_fn with default_collate's results and one copy per byte.
-
-As in torch, the first sample decides how a batch is collated. What the core does not support goes
-to torch's own collate function.
-"""
+"""A collate_fn with default_collate's results and one copy per byte, by the core or by torch."""
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
 from fastamp.data.arrays import torch_dtype
-from fastamp.data.checks import as_integer
 from fastamp.data.memory import LEASED_NBYTES, Memory
 from fastamp.data.structure import contents_of, rebuild
 
-# The types that the core stacks, by torch's collate function for them.
-_STACKED: dict[Any, tuple[type, ...]] = {
-    torch_collate.collate_tensor_fn: (torch.Tensor, torch.nn.Parameter),
-    torch_collate.collate_numpy_array_fn: (np.ndarray, np.memmap),
-}
+# What torch collates by these, the core stacks.
+_STACKED = (torch_collate.collate_tensor_fn, torch_collate.collate_numpy_array_fn)
 _CPU = torch.device("cpu")
 
 Pad: TypeAlias = float | Mapping[Any, Any] | None
-_Keys: TypeAlias = tuple[Any, ...]
 
 
 class BatchCollator:
     """Collate samples into a batch as `torch.utils.data.default_collate`, but faster.
 
     Takes what `default_collate` takes, with the same results, and dataclasses: their fields are
-    collated and their type is kept, without a call of `__init__`. Memory is allocated once for a
-    leaf and every byte copied once; in a worker it is shared memory.
+    collated and their type is kept, without a call of `__init__`.
 
     Args:
         pad: numbers for leaves whose samples differ in shape, in the structure of a sample:
@@ -44,16 +36,12 @@ class BatchCollator:
             and names of fields as keys; or one number where a sample is itself the leaf. A leaf is
             a tensor, an array, or a list of numbers, which becomes int64, float64 or bool.
             Dimensions are padded at their end to the longest sample.
-        pad_multiple: round padded dimensions up to a multiple of this: those that differ within
-            the batch, and the only dimension of a vector.
 
     Raises:
-        TypeError: at the first batch, `pad` has a mapping for a leaf, or a number for a leaf that
-            cannot be padded.
-        ValueError: `pad_multiple` is below 1; at the first batch, `pad` has a key that the samples
-            lack, or what the dtype cannot hold.
+        TypeError: `pad` has a mapping for a leaf, or a number for a leaf that cannot be padded.
+        ValueError: `pad` has a key that the samples lack, or what the dtype cannot hold.
         RuntimeError: samples differ in shape and `pad` has no number for them, or in their number
-            of dimensions: the message names the keys.
+            of dimensions. All of these name the keys, at the first batch.
 
     Example:
         >>> collate = fastamp.BatchCollator(pad={"ids": 0})
@@ -61,114 +49,96 @@ class BatchCollator:
         [[5, 6, 7], [8, 0, 0]]
     """
 
-    def __init__(self, pad: Pad = None, *, pad_multiple: int = 1) -> None:
-        self.pad_multiple = as_integer("pad_multiple", pad_multiple, least=1, optional=False)
+    def __init__(self, pad: Pad = None) -> None:
         self.pad = pad
         self._memory = Memory()
 
     def with_memory(self, memory: Memory) -> "BatchCollator":
         """Return a collator with the same options that allocates its batches there."""
-        made = BatchCollator(self.pad, pad_multiple=self.pad_multiple)
+        made = BatchCollator(self.pad)
         made._memory = memory
         return made
 
     @_ops.untraced
     def __call__(self, samples: Sequence[Any]) -> Any:
         """Return the batch of at least one sample."""
-        return self._collate(samples, (), self.pad)
+        return self._collate(samples, "samples[i]", self.pad)
 
-    def _collate(self, samples: Sequence[Any], keys: _Keys, pad: Pad) -> Any:
-        """Return the batch of what lies at some keys of the samples."""
+    def _collate(self, samples: Any, place: str, pad: Pad) -> Any:
+        """Return the batch of what lies at some place of the samples."""
         first = samples[0]
-        inner = pad if isinstance(pad, Mapping) else {}
-        number = None if isinstance(pad, Mapping) else pad
         function = torch_collate.default_collate_fn_map.get(type(first))
-        items = _items_of(first) if function is None and number is None else None
+        number = None if isinstance(pad, Mapping) else pad
+        items = contents_of(first) if function is None and number is None else None
         if items is not None:
-            for key in inner:
-                if key not in items:
-                    msg = f"pad has the key {key!r} for {_place(0, keys)}, which has {list(items)}"
-                    raise ValueError(msg)
-            batch = {
-                key: self._collate(part, (*keys, key), inner.get(key))
-                for key, part in zip(items, _columns(samples, items, keys), strict=False)
-            }
-            # torch makes lists of tuples.
-            is_tuple = isinstance(first, tuple) and not hasattr(first, "_fields")
-            is_list = is_tuple or type(first) is list
-            return list(batch.values()) if is_list else rebuild(first, batch)
-        if inner and function:
-            msg = f"pad for {_place(0, keys)}: expected a number, got {pad!r}"
+            return self._collate_items(samples, [*items], place, pad or {})
+        if isinstance(pad, Mapping) and pad:
+            msg = f"pad for {place}: expected a number, got {pad!r}"
             raise TypeError(msg)
         is_nested = isinstance(first, Tensor) and first.is_nested
-        if is_nested or (number is None and type(first) not in _STACKED.get(function, ())):
-            return _collate_as_torch(samples)
-        return self._stack(samples, keys, number)
+        if is_nested or (number is None and function not in _STACKED):
+            return default_collate(samples)
+        return self._stack(samples, place, number)
 
-    def _stack(self, samples: Sequence[Any], keys: _Keys, pad: float | None) -> Any:
+    def _collate_items(self, samples: Sequence[Any], names: list[Any], place: str, pad: Any) -> Any:
+        """Return a container of the batches of what containers hold at each name."""
+        first = samples[0]
+        if not pad.keys() <= {*names}:
+            msg = f"pad has the keys {[*pad]} for {place}, which has {names}"
+            raise ValueError(msg)
+        is_list = isinstance(first, Sequence) and not hasattr(first, "_fields")
+        if is_list and len({*map(len, samples)}) > 1:
+            msg = f"{place}: each element in list of batch should be of equal size "
+            raise RuntimeError(msg + "(`pad` takes a number for lists of numbers)")
+        get = operator.getitem if isinstance(first, Mapping) else getattr
+        columns: Any = ([get(sample, name) for sample in samples] for name in names)
+        if isinstance(first, Sequence):
+            columns = zip(*samples, strict=False)
+        batch = {
+            name: self._collate(column, f"{place}[{name!r}]", pad.get(name))
+            for name, column in zip(names, columns, strict=False)
+        }
+        if is_list and (isinstance(first, tuple) or type(first) is list):
+            return [*batch.values()]  # as torch, which makes lists of tuples
+        return rebuild(first, batch)
+
+    def _stack(self, samples: Any, place: str, pad: float | None) -> Any:
         """Return tensors, arrays or lists of numbers as one tensor, padded to one shape."""
         if pad is not None and not isinstance(samples[0], Tensor | np.ndarray):
-            samples = _as_arrays(samples, keys, pad)
+            samples = _as_arrays(samples, place, pad)
         dtype = samples[0].dtype
-        if not isinstance(dtype, torch.dtype):
-            # torch makes tensors of arrays on the default device.
-            on_cpu = pad is not None or torch.get_default_device().type == "cpu"
-            dtype = torch_dtype(dtype) if on_cpu else None
-        if dtype is not None:
-            element = None if pad is None else _as_element(pad, dtype)
-            if element is None and pad is not None:
-                msg = f"pad={pad!r} for {_place(0, keys)}: {dtype} does not hold it"
-                raise ValueError(msg)
-            core, allocate = _ops.core_for(_CPU), self._memory.allocate
-            out = core and core.stack(samples, dtype, allocate, element, self.pad_multiple)
-            if out is None and element is not None:
-                out = self._pad(samples, element)
-            if out is not None:
-                return out
+        dtype = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype)
+        element = None if pad is None or dtype is None else _as_element(pad, dtype)
+        if element is None and pad is not None and dtype is not None:
+            msg = f"pad={pad!r} for {place}: {dtype} does not hold it"
+            raise ValueError(msg)
+        out, core = None, _ops.core_for(_CPU)
+        if core and dtype is not None:
+            out = core.stack(samples, dtype, self._memory.allocate, element)
+        if out is None and element is not None:
+            out = self._pad(samples, element)
+        if out is not None:
+            return out
         try:
-            return _collate_as_torch(samples)
+            return default_collate(samples)
         except RuntimeError as error:
-            msg = f"{_place('i', keys)}: {error} (`pad` takes a number for shapes that differ)"
+            msg = f"{place}: {error} (`pad` takes a number for shapes that differ)"
             raise RuntimeError(msg) from error
 
     def _pad(self, samples: Sequence[Any], pad: Tensor) -> Tensor | None:
         """Pad by torch's operators: gradients flow, and dtypes may differ."""
         rows = [torch.as_tensor(sample) for sample in samples]
-        shapes = [row.shape for row in rows]
-        if len({*map(len, shapes)}) > 1:
+        if len({row.ndim for row in rows}) > 1:
             return None
-        longest = []
-        for lengths in zip(*shapes, strict=True):
-            is_ragged = len(shapes[0]) == 1 or len({*lengths}) > 1
-            step = self.pad_multiple if is_ragged else 1
-            longest.append(-(-max(lengths) // step) * step)
+        longest = map(max, zip(*(row.shape for row in rows), strict=True))
         dtype = functools.reduce(torch.promote_types, [row.dtype for row in rows])
-        shape = (len(rows), *longest)
-        padded = self._memory.allocate(shape, dtype).to(rows[0].device).copy_(pad)
+        padded = self._memory.allocate((len(rows), *longest), dtype).to(rows[0].device).copy_(pad)
         for i, row in enumerate(rows):
-            padded[i][tuple(slice(length) for length in row.shape)].copy_(row)
+            padded[i][tuple(map(slice, row.shape))].copy_(row)
         return padded
 
 
-def _collate_as_torch(samples: Sequence[Any]) -> Any:
-    registered = torch_collate.default_collate_fn_map
-    return torch_collate.collate(samples, collate_fn_map=registered)
-
-
-def _columns(samples: Sequence[Any], names: Iterable[Any], keys: _Keys) -> Iterable[Sequence[Any]]:
-    """Return the values of all samples for each name, in torch's containers."""
-    first = samples[0]
-    if isinstance(first, Mapping):
-        return ([sample[name] for sample in samples] for name in names)
-    if not isinstance(first, Sequence):  # a dataclass
-        return ([getattr(sample, name) for sample in samples] for name in names)
-    if not hasattr(first, "_fields") and len({*map(len, samples)}) > 1:
-        msg = f"{_place('i', keys)}: each element in list of batch should be of equal size "
-        raise RuntimeError(msg + "(`pad` takes a number for lists of numbers)")
-    return zip(*samples, strict=False)
-
-
-def _as_arrays(samples: Sequence[Any], keys: _Keys, pad: float) -> list[np.ndarray[Any, Any]]:
+def _as_arrays(samples: Sequence[Any], place: str, pad: float) -> list[np.ndarray[Any, Any]]:
     """Turn lists of numbers into arrays of one dtype; an empty list fits any."""
     try:
         arrays = [np.asarray(sample) for sample in samples]
@@ -176,9 +146,8 @@ def _as_arrays(samples: Sequence[Any], keys: _Keys, pad: float) -> list[np.ndarr
     except (TypeError, ValueError):  # lists of several lengths or depths
         dtype = np.dtype(object)
     if dtype.kind not in "biuf":
-        kind = type(samples[0]).__name__
-        msg = f"pad={pad!r} for {_place(0, keys)}: expected a tensor, an array or a "
-        raise TypeError(msg + f"list of numbers of one depth, got {kind} with {dtype} elements")
+        msg = f"pad={pad!r} for {place}: expected a tensor, an array or a list of numbers of one "
+        raise TypeError(msg + f"depth, got {type(samples[0]).__name__} with {dtype} elements")
     return [array.astype(dtype, copy=False) for array in arrays]
 
 
@@ -188,49 +157,27 @@ def _as_element(pad: float, dtype: torch.dtype) -> Tensor | None:
     try:
         element = torch.tensor(pad, dtype=dtype, device=_CPU)
         if dtype.is_floating_point or dtype.is_complex:
-            holds = bool(element.isfinite()) or not math.isfinite(pad)
-        else:
-            holds = element.item() == pad
+            return element if element.isfinite() or not math.isfinite(pad) else None
+        return element if element.item() == pad else None
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return None
-    return element if holds else None
 
 
-def _items_of(sample: Any) -> dict[Any, Any] | None:
-    is_list = isinstance(sample, Sequence) and not isinstance(sample, str | bytes)
-    items = contents_of(sample)
-    return dict(enumerate(sample)) if items is None and is_list else items
-
-
-def _place(index: int | str, keys: _Keys) -> str:
-    """Say where in a batch something lies."""
-    return f"samples[{index}]" + "".join(f"[{key!r}]" for key in keys)
-
-
-class FasterCollate:
-    """torch's default_collate, or the compiled one where that is faster: see docs/how/measured.md.
+def collate_faster(compiled: BatchCollator, samples: list[Any]) -> Any:
+    """Return torch's default batch, or the compiled one where that is faster: see measured.md.
 
     Batches from 1 MiB on are stacked into leased or pinned memory; torch makes the others.
     """
-
-    def __init__(self, memory: Memory) -> None:
-        self._compiled = BatchCollator().with_memory(memory)
-        self._pinned = memory.pinned
-
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        """Return the batch."""
-        first = samples[0] if samples else None
-        if self._pinned or _nbytes_of(first) * len(samples) >= LEASED_NBYTES:
-            return self._compiled(samples)
-        return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
+    if compiled._memory.pinned or _nbytes_of(samples[0]) * len(samples) >= LEASED_NBYTES:
+        return compiled(samples)
+    return default_collate(samples)
 
 
 def _nbytes_of(sample: Any) -> int:
     """Return about how many bytes the tensors of a sample take."""
+    if isinstance(sample, Tensor):
+        return sample.nbytes if sample.layout is torch.strided else 0
     contents = contents_of(sample)
-    if contents is not None:
-        return sum(map(_nbytes_of, contents.values()))
-    if isinstance(sample, Tensor) and sample.layout is not torch.strided:
-        return 0
-    nbytes = getattr(sample, "nbytes", 0)
-    return nbytes if isinstance(nbytes, int) else 0
+    if contents is None:
+        return sample.nbytes if isinstance(sample, np.ndarray) else 0
+    return sum(map(_nbytes_of, contents.values()))

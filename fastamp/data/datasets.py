@@ -7,23 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_unflatten,
-)
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from fastamp.data.arrays import Columns, columns_of
-from fastamp.data.augment import (
-    Augmentation,
-    augment_images,
-    check_augmentations,
-    check_images,
-)
-from fastamp.data.sample_rng import sample_rng
+from fastamp.data.augment import Augmentation, augment_images, check_augmentations
+from fastamp.data.sample_rng import Keys, sample_rng
 
 
 class ArrayDataset(Dataset[Any]):
@@ -31,23 +20,21 @@ class ArrayDataset(Dataset[Any]):
 
     `ArrayDataset(x, y)` has the samples `(x[i], y[i])`, and the batches of a TensorDataset.
     `ArrayDataset({"x": x, "y": y})` has the samples `{"x": x[i], "y": y[i]}`, and dicts as batches.
-    The arrays may be nested in dicts, lists and tuples. They are shared, not copied. Arrays on a
-    device are gathered there: `ArrayDataset(x.cuda(), y.cuda())`.
+    The arrays are shared, not copied. Arrays on a device are gathered there.
 
     Args:
-        arrays: with the same first dimension, of any dtype. `ArrayDataset((x, y))` is
-            `ArrayDataset(x, y)`.
-        augment: a list of augmentations of the first array, made in its order, on the device of
-            the batch: `fastamp.RandomCrop` and `fastamp.RandomHorizontalFlip`, which draw by the
-            sample's place in the epoch, as `fastamp.sample_rng`. The images have the shape (...,
-            height, width).
+        arrays: with the same first dimension, of any dtype, also nested in dicts, lists and tuples.
+            `ArrayDataset((x, y))` is `ArrayDataset(x, y)`.
+        augment: a list of `fastamp.RandomCrop` and `fastamp.RandomHorizontalFlip`, which change the
+            first array's images, of shape (..., height, width), in this order, on the batch's
+            device. They draw by the sample's place in the epoch, as `fastamp.sample_rng`.
 
     Attributes:
         arrays: what was passed, a tuple or a dict; it may be replaced between two passes.
 
     Raises:
         TypeError: an array is no tensor or NumPy array with a first dimension, an augmentation is
-            none of these, or the array to augment does not hold images in plain memory.
+            none of these, or the first array does not hold images in plain memory.
         ValueError: there is no array, or they differ in length; or the augmentations do not fit.
 
     Example:
@@ -58,25 +45,29 @@ class ArrayDataset(Dataset[Any]):
     """
 
     def __init__(self, *arrays: Any, augment: Sequence[Augmentation] = ()) -> None:
-        one = arrays[0] if len(arrays) == 1 else None
-        self.arrays: Any = {**one} if type(one) is dict else arrays
-        if type(one) in (tuple, list):
-            self.arrays = tuple(one)  # type: ignore[arg-type]
+        one: Any = arrays[0] if len(arrays) == 1 else arrays
+        self.arrays: Any = tuple(one) if type(one) in (tuple, list) else arrays
+        if type(one) is dict:
+            self.arrays = {**one}
         count_rows(self.arrays, "arrays")
-        self.augment = check_augmentations(augment)
-        if self.augment:
-            check_images(self.augment, tree_leaves(self.arrays)[0])
+        self.augment = check_augmentations(augment, self._first())
+
+    def _first(self) -> Any:
+        return pytree.tree_leaves(self.arrays)[0]
 
     def __len__(self) -> int:
-        return len(tree_leaves(self.arrays)[0])
+        return len(self._first())
 
     def __getitem__(self, index: int) -> Any:
-        arrays, spec = tree_flatten(self.arrays)
+        arrays, spec = pytree.tree_flatten(self.arrays)
         rows = [array[index] for array in arrays]
         if self.augment:
             operator.index(index)  # which refuses slices
-            rows[0] = self._augment_row(rows[0])
-        return tree_unflatten(rows, spec)
+            image = rows[0] if isinstance(rows[0], Tensor) else torch.from_numpy(np.array(rows[0]))
+            key = np.array([sample_rng().take_key()], np.uint64)
+            (made,) = augment_images(self.augment, image[None], key)
+            rows[0] = made if image is rows[0] else made.numpy()
+        return pytree.tree_unflatten(rows, spec)
 
     def columns(self) -> Columns | str:
         """Return the arrays for a loader to gather, or why it has to read items."""
@@ -84,49 +75,40 @@ class ArrayDataset(Dataset[Any]):
         found = columns_of(self.arrays)
         if isinstance(found, str):
             return "the ArrayDataset holds more than plain arrays in one place"
-        if self.augment:
-            check_images(self.augment, found.arrays[0])
-            found.then = self._augment_batch
+        if check_augmentations(self.augment, self._first()):
+            found.then = self._augment
         return found
 
-    def _augment_batch(self, parts: list[Tensor], keys: Tensor) -> list[Tensor]:
+    def _augment(self, parts: list[Any], keys: Keys) -> list[Any]:
         return [augment_images(self.augment, parts[0], keys), *parts[1:]]
-
-    def _augment_row(self, row: Any) -> Any:
-        key = np.array([sample_rng().take_key()], np.uint64).view(np.int64)
-        is_array = isinstance(row, np.ndarray)
-        image = torch.from_numpy(np.array(row)) if is_array else row
-        (made,) = augment_images(self.augment, image[None], torch.from_numpy(key))
-        return made.numpy() if is_array else made
 
 
 def by_name(dataset: Any) -> Any:
     """Return a dict of arrays, with strings as keys, as an ArrayDataset; any other as it is."""
-    if type(dataset) is dict and all(type(key) is str for key in dataset):
-        leaves = tree_leaves(dataset)
-        if leaves and all(map(_has_rows, leaves)):
-            count_rows(dataset, "dataset")  # raises an error with the caller's name of it
-            return ArrayDataset(dataset)
-    return dataset
+    is_named = type(dataset) is dict and all(type(key) is str for key in dataset)
+    leaves = pytree.tree_leaves(dataset) if is_named else []
+    if not leaves or not all(map(_has_rows, leaves)):
+        return dataset
+    count_rows(dataset, "dataset")  # raises an error with the caller's name of it
+    return ArrayDataset(dataset)
 
 
 def count_rows(tree: Any, name: str) -> int:
     """Return the length of all arrays in a container, or raise an error that names them."""
-    lengths = {}
-    for path, array in tree_flatten_with_path(tree)[0]:
-        place = name + keystr(path)
+    lengths: dict[str, int] = {}
+    for path, array in pytree.tree_flatten_with_path(tree)[0]:
+        place = name + pytree.keystr(path)
         if not _has_rows(array):
             msg = f"{place}: expected a tensor or NumPy array with a first dimension, "
             raise TypeError(msg + f"got {type(array).__name__}")
         lengths[place] = len(array)
-    first, length = next(iter(lengths.items()), ("", 0))
+        first, length = next(iter(lengths.items()))
+        if len(array) != length:
+            msg = f"{place}: has {len(array)} rows, and {first} has {length}"
+            raise ValueError(msg)
     if not lengths:
         msg = f"{name}: expected at least one tensor or NumPy array"
         raise ValueError(msg)
-    for place, other in lengths.items():
-        if other != length:
-            msg = f"{place}: has {other} rows, and {first} has {length}"
-            raise ValueError(msg)
     return length
 
 

@@ -1,7 +1,4 @@
-"""`fastamp.ImageFolder`: a folder of images for each class, as uint8 pixels of one size.
-
-Images are decoded at the resolution that is needed, cropped, and only then resized.
-"""
+"""`fastamp.ImageFolder`: a folder of images for each class, as uint8 pixels of one size."""
 
 import importlib
 import math
@@ -11,10 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from io import BytesIO
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -24,12 +20,6 @@ from fastamp.data.checks import as_size
 from fastamp.data.sample_rng import sample_rng
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_SCALES = (8, 4, 2, 1)  # that JPEG decoders divide by
-# The least and largest width / height of a random crop, and its tries, as torchvision's.
-_RATIO = (3 / 4, 4 / 3)
-_TRIES = 10
-_Box: TypeAlias = tuple[int, int, int, int]
-"""Left, top, right and bottom."""
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -37,38 +27,35 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     `dataset[i]` is `(image, label)`: a uint8 RGB tensor of shape (3, height, width), and the number
     of the class. As in torchvision, the classes are the sorted names of the folders, images lie in
-    them at any depth, links are followed, and the EXIF orientation is ignored.
-
-    An image is cropped to the largest centered part with the aspect ratio of `size`, and resized by
-    torch's antialiased bilinear filter. A JPEG is decoded at no higher resolution than is needed,
-    by simplejpeg where it is installed. All of this releases the GIL, so that threads help.
+    them at any depth, links are followed, and the EXIF orientation is ignored. An image is cropped
+    to the largest centered part with the aspect ratio of `size`, and resized by torch's antialiased
+    bilinear filter. A JPEG is decoded at no higher resolution than is needed, by simplejpeg where
+    it is installed. All of this releases the GIL, so that threads help.
 
     Args:
         path: the folder of the class folders.
         size: height and width of the images, or one number for both.
         random_crop: the least and the largest share of the image's area, as (0.08, 1.0), for a
             random part in place of the centered one: torchvision's RandomResizedCrop.
-        flip: flip half of the images left to right, by `fastamp.sample_rng()`, as the crops.
+        flip: flip half of the images left to right. Both draw from `fastamp.sample_rng()`.
 
     Attributes:
         classes, class_to_idx, samples, imgs, targets: as torchvision's.
 
     Raises:
         FileNotFoundError: there is no such folder, no class in it, or no image in a class.
-        OSError: when an image is read: the file is damaged (its path is in the message), or gone.
+        OSError: when an image is read: the file, which is named, is damaged or gone.
         ImportError: Pillow is not installed.
         ValueError: an option is out of range.
 
     Example:
         >>> from pathlib import Path
         >>> from PIL import Image
-        >>> for name in ("cat", "dog"):
-        ...     Path("pets", name).mkdir(parents=True)
-        ...     Image.new("RGB", (64, 48)).save(f"pets/{name}/0.png")
-        >>> dataset = fastamp.ImageFolder("pets", size=32)
-        >>> image, label = dataset[1]
+        >>> Path("pets/dog").mkdir(parents=True)
+        >>> Image.new("RGB", (64, 48)).save("pets/dog/0.png")
+        >>> image, label = fastamp.ImageFolder("pets", size=32)[0]
         >>> image.shape, label
-        (torch.Size([3, 32, 32]), 1)
+        (torch.Size([3, 32, 32]), 0)
     """
 
     def __init__(
@@ -83,9 +70,6 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         if random_crop is not None and not 0 < random_crop[0] <= random_crop[1] <= 1:
             msg = "random_crop: expected the least and the largest share of the area, "
             raise ValueError(msg + f"got {random_crop!r}")
-        if flip not in (True, False):
-            msg = f"flip: expected True or False, got {flip!r}"
-            raise ValueError(msg)
         if find_module("PIL.Image") is None:
             msg = "Pillow is not installed: pip install 'fastamp[images]'"
             raise ImportError(msg)
@@ -93,9 +77,6 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self.root = os.path.expanduser(os.fspath(path))  # noqa: PTH111 - paths as torchvision's
         with os.scandir(self.root) as entries:
             self.classes = sorted(entry.name for entry in entries if entry.is_dir())
-        if not self.classes:
-            msg = f"Couldn't find any class folder in {self.root}."
-            raise FileNotFoundError(msg)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         self.samples = self.imgs = [
             (os.path.join(folder, file), label)  # noqa: PTH118
@@ -105,10 +86,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             if file.lower().endswith(EXTENSIONS)
         ]
         self.targets = [label for _, label in self.samples]
-        empty = sorted(set(self.classes) - {self.classes[label] for label in set(self.targets)})
-        if empty:
-            msg = f"Found no valid file for the classes {', '.join(empty)}. "
-            raise FileNotFoundError(msg + f"Supported extensions are: {', '.join(EXTENSIONS)}")
+        empty = self.class_to_idx.keys() - {self.classes[label] for label in self.targets}
+        if empty or not self.classes:
+            names = ", ".join(sorted(empty)) or "that are its folders"
+            msg = f"{self.root}: found no valid file for the classes {names}; "
+            raise FileNotFoundError(msg + f"supported extensions are {', '.join(EXTENSIONS)}")
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -126,13 +108,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 box = _center(image, max(1, round(width * unit)), max(1, round(height * unit)))
             else:
                 box = draw_crop(image, self.random_crop, rng)
-            part = _cut(image, data, box, height, width)
-        except MemoryError:
-            raise
+            pixels = _decode(image, data, box, self.size)
         except Exception as error:  # Pillow raises errors of many types
             msg = f"{path}: cannot be read as an image: {error}"
             raise OSError(msg) from error
-        pixels = part.permute(2, 0, 1)
         if pixels.shape[1:] != (height, width):
             pixels = interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
         if self.flip and rng is not None and rng.random() < 0.5:
@@ -140,17 +119,17 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return pixels.contiguous(), label
 
 
-def _center(image: Any, width: int, height: int) -> _Box:
-    """Return a centered part, no larger than the image."""
+def _center(image: Any, width: int, height: int) -> tuple[int, ...]:
+    """Return left, top, right and bottom of a centered part, no larger than the image."""
     width, height = min(image.width, width), min(image.height, height)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return left, top, left + width, top + height
 
 
-def draw_crop(image: Any, share: tuple[float, float], rng: random.Random) -> _Box:
+def draw_crop(image: Any, share: tuple[float, float], rng: random.Random) -> tuple[int, ...]:
     """Return a random part, drawn as by torchvision's RandomResizedCrop."""
-    least, most = _RATIO
-    for _ in range(_TRIES):
+    least, most = 3 / 4, 4 / 3  # of width / height
+    for _ in range(10):
         area = image.width * image.height * rng.uniform(*share)
         shape = math.exp(rng.uniform(math.log(least), math.log(most)))
         width, height = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
@@ -160,32 +139,28 @@ def draw_crop(image: Any, share: tuple[float, float], rng: random.Random) -> _Bo
     return _center(image, round(image.height * most), round(image.width / least))
 
 
-def _cut(image: Any, data: bytes, box: _Box, height: int, width: int) -> Tensor:
-    """Return the pixels of a part, to be resized to this height and width, channels last.
+def _decode(image: Any, data: bytes, box: tuple[int, ...], size: tuple[int, int]) -> Tensor:
+    """Return the pixels of a part, of shape (3, height, width), to be resized to this size.
 
     A JPEG is decoded at the lowest resolution that need not be enlarged, and each edge of the part
     is at the nearest pixel there.
     """
     left, top, right, bottom = box
-    most, full_height = min((right - left) // width, (bottom - top) // height), image.height
-    scale = next(scale for scale in _SCALES if scale <= max(most, 1))
-    pixels = decode(image, data, scale)
-    if len(pixels) < full_height:
-        left, top, right, bottom = ((edge + scale // 2) // scale for edge in box)
-    return torch.from_numpy(pixels[top:bottom, left:right])
-
-
-def decode(image: Any, data: bytes, scale: int) -> npt.NDArray[np.uint8]:
-    """Return pixels of shape (height, width, 3); a JPEG's are divided by a scale, rounded up."""
-    simplejpeg = find_module("simplejpeg")
+    most = min((bottom - top) // size[0], (right - left) // size[1])
+    scale = next((scale for scale in (8, 4, 2) if scale <= most), 1)
+    width, height = image.size
+    simplejpeg, pixels = find_module("simplejpeg"), None
     if simplejpeg is not None and image.format == "JPEG" and image.mode in ("RGB", "L"):
-        least = {"min_width": -(-image.width // scale), "min_height": -(-image.height // scale)}
+        least = {"min_width": -(-width // scale), "min_height": -(-height // scale)}
         with suppress(ValueError):  # Pillow decides what is damaged, with or without simplejpeg
-            found: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, **least)
-            return found
-    if scale > 1:
-        image.draft("RGB", (image.width // scale, image.height // scale))
-    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+            pixels = simplejpeg.decode_jpeg(data, **least)
+    if pixels is None:
+        if scale > 1:
+            image.draft("RGB", (width // scale, height // scale))
+        pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    if len(pixels) < height:
+        left, top, right, bottom = ((edge + scale // 2) // scale for edge in box)
+    return torch.from_numpy(pixels[top:bottom, left:right]).permute(2, 0, 1)
 
 
 @cache

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp.data.arrays import Columns
-from fastamp.data.collate import BatchCollator, FasterCollate
+from fastamp.data.collate import BatchCollator, collate_faster
 from fastamp.data.copies import CudaCopies, copy_all
 from fastamp.data.items import (
     Items,
@@ -169,7 +169,8 @@ class Making:
         if type(collate_fn) is BatchCollator and not in_process:
             collate_fn = collate_fn.with_memory(memory)
         elif collate_fn is default_collate:
-            collate_fn = FasterCollate(Memory() if in_process else memory)
+            compiled = BatchCollator().with_memory(Memory() if in_process else memory)
+            collate_fn = partial(collate_faster, compiled)
         pins = self.loader.pin_memory and can_pin() and not in_process
         return Items(dataset, collate_fn, single=self.single, pins=pins)
 

@@ -5,36 +5,23 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
+Keys: TypeAlias = npt.NDArray[np.uint64]
+"""The keys of samples."""
 _MASK = 2**64 - 1
-SPLITMIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_GAMMA, _FIRST, _SECOND = map(np.uint64, SPLITMIX)
 
 
-def mix(value: int) -> int:
-    """Return the next number of splitmix64, a bijection of 64 bits."""
-    gamma, first, second = SPLITMIX
-    value = (value + gamma) & _MASK
-    value = ((value ^ (value >> 30)) * first) & _MASK
-    value = ((value ^ (value >> 27)) * second) & _MASK
+def mix(value: Any) -> Any:
+    """Return the next number of splitmix64, a bijection of 64 bits; also of a uint64 array."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
-
-
-def mix_all(values: Tensor) -> Tensor:
-    """Return `mix` of each of the int64 numbers, whose 64 bits are taken as they are."""
-    bits = values.numpy().view(np.uint64) + _GAMMA
-    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
-    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
-    return torch.from_numpy((bits ^ (bits >> np.uint64(31))).view(np.int64))
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >> 63 else value
 
 
 class Order(NamedTuple):
@@ -48,23 +35,24 @@ class Order(NamedTuple):
     """Samples of other ranks between two of this rank's."""
 
     def places(self, numbers: Any) -> Any:
-        """Return the places in the epoch's order over all ranks; also of a tensor of numbers."""
+        """Return the places in the epoch's order over all ranks; also of an array of numbers."""
         return numbers * (1 + self.others) + self.first
 
     def find_key(self, number: int) -> int:
         """Return a sample's key as an unsigned number of 64 bits; for its batch's, give ~number."""
         place = self.places(number) if number >= 0 else ~self.places(~number)
-        return mix(self.key ^ (place & _MASK))
+        return int(mix(self.key ^ (place & _MASK)))
 
-    def find_keys(self, number: int, count: int) -> Tensor:
-        """Return the keys of so many samples from a number on, as int64 of the same bits."""
-        numbers: Any = np.arange(number, number + count, dtype=np.int64)
-        return mix_all(torch.from_numpy(self.places(numbers) ^ _signed(self.key)))
+    def find_keys(self, number: int, count: int) -> Keys:
+        """Return the keys of so many samples from a number on."""
+        numbers = np.arange(number, number + count, dtype=np.uint64)
+        keys: Keys = mix(self.places(numbers) ^ self.key)
+        return keys
 
 
 def find_pass_key(seed: int, epoch: int) -> int:
     """Return the key of a pass over an epoch."""
-    return mix(mix(seed) ^ epoch)
+    return int(mix(mix(seed) ^ epoch))
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
@@ -99,16 +87,8 @@ class SampleRng:
         return torch.Generator("cpu").manual_seed(self._key)
 
 
-class _Current(threading.local):
-    sample: "Batch | SampleRng | None" = None
-    """What says which sample the thread makes, or its generators."""
-
-
 class Batch:
-    """The samples of a pass, one after the other: a plain attribute says which is being made.
-
-    As a context manager it lets `sample_rng` return the generators of that sample.
-    """
+    """Lets `sample_rng` return the generators of the sample that `number` says is being made."""
 
     __slots__ = ("_before", "_found", "_of", "number", "order")
 
@@ -117,7 +97,7 @@ class Batch:
         self._of: int | None = None
 
     def __enter__(self) -> "Batch":  # noqa: PYI034 - Self needs Python 3.11
-        self._before, current.sample = current.sample, self
+        self._before, current.sample = getattr(current, "sample", None), self
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,7 +110,8 @@ class Batch:
         return self._found
 
 
-current = _Current()
+current = threading.local()
+"""Its `sample` is the Batch of the sample that the thread makes."""
 
 
 def sample_rng() -> SampleRng:
@@ -138,11 +119,9 @@ def sample_rng() -> SampleRng:
 
     For a dataset's `__getitem__`: the draws depend on the loader's `seed`, the epoch and the
     sample's place in the epoch, over all ranks; not on workers, or on where a pass was resumed. All
-    calls for one sample return the same generators.
-
-    `__getitems__`, a `collate_fn`, and an iterable dataset with its `collate_fn` have generators
-    for each batch. Outside of a `fastamp.DataLoader`, and where workers read an iterable dataset,
-    each call returns new ones, seeded from torch's default generator.
+    calls for one sample return the same generators. `__getitems__`, a `collate_fn`, and an iterable
+    dataset have generators for each batch. Outside of a `fastamp.DataLoader`, and where workers
+    read an iterable dataset, each call returns new ones, seeded from torch's default generator.
 
     Example:
         >>> class Noise(torch.utils.data.Dataset):
@@ -155,10 +134,8 @@ def sample_rng() -> SampleRng:
         >>> torch.equal(first, again)
         True
     """
-    found = current.sample
-    if type(found) is Batch:
-        return found.rng()
-    return found or SampleRng(draw_seed())  # type: ignore[return-value]
+    batch: Batch | None = getattr(current, "sample", None)
+    return SampleRng(draw_seed()) if batch is None else batch.rng()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from fastamp.data.datasets import ArrayDataset
 from fastamp.data.items import Items, Made
 from fastamp.data.memory import LEASED_NBYTES, Memory
 from fastamp.data.order import as_rows
-from fastamp.data.sample_rng import Order
+from fastamp.data.sample_rng import Keys, Order
 from fastamp.data.tables import columns_of_table, is_table
 from fastamp.data.tokens import TokenDataset
 
@@ -209,7 +209,7 @@ class Gathered:
         return parts
 
 
-def _finish(columns: Columns, keys: Tensor | None, parts: list[Tensor]) -> Any:
+def _finish(columns: Columns, keys: Keys | None, parts: list[Tensor]) -> Any:
     """Return the batch of its tensors, on whatever device they are now."""
     if columns.then is not None and keys is not None:
         parts = columns.then(parts, keys)

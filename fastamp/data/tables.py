@@ -1,8 +1,7 @@
-"""Hugging Face datasets: columns of numbers, read once into memory through the dataset itself.
+"""Hugging Face datasets: columns of numbers, read once into memory.
 
 A few rows in the dataset's own format show which batches torch's loader makes of it. The whole is
-read from Arrow's table, through an indices mapping where there is one (`select`, `shuffle`,
-`filter`, `train_test_split`).
+read from Arrow's table, by the rows that `select`, `shuffle` and others chose.
 """
 
 import re
@@ -16,7 +15,6 @@ from torch.utils.data import default_collate
 
 from fastamp.data.arrays import Columns, plain_dtype
 
-_FORMATS = (None, "numpy", "torch")
 # Not uint64, of which large numbers become int64 or an error, nor float16, whose NaNs torch
 # converts in two ways.
 _NUMBER = re.compile(r"bool|u?int(8|16|32)|int64|float|double")
@@ -32,12 +30,7 @@ def is_table(dataset: object) -> bool:
 
 
 def columns_of_table(dataset: Any, max_bytes: int) -> Columns | str:
-    """Read a dataset's columns, once; return them, or why it has to be read item by item.
-
-    Args:
-        dataset: a `datasets.Dataset`.
-        max_bytes: the most bytes that the columns may take.
-    """
+    """Return a dataset's columns, read once, or why it has to be read item by item."""
     like = torch.empty(0)  # of the default dtype, on the default device
     state = dataset.format, like.dtype, like.device, max_bytes, id(dataset.data)
     known = _known.get(dataset)
@@ -48,7 +41,7 @@ def columns_of_table(dataset: Any, max_bytes: int) -> Columns | str:
 
 def _read(dataset: Any, max_bytes: int) -> Columns | str:
     kind, count, what = dataset.format["type"], len(dataset), "the Hugging Face dataset has"
-    if kind not in _FORMATS or not count:
+    if kind not in (None, "numpy", "torch") or not count:
         return f"{what} " + (f"the format {kind}" if count else "no rows")
     rows = sorted({0, count // 2, count - 1})
     try:
@@ -71,8 +64,8 @@ def _read(dataset: Any, max_bytes: int) -> Columns | str:
             if arrays[-1][rows].numpy().tobytes() == part.numpy().tobytes():
                 continue
         return f"{what} a column {name!r} of nulls, of several lengths, or converted on its way"
-    build = lambda parts: dict(zip(batch, parts, strict=True))  # noqa: E731
-    return Columns(arrays, [array.dtype for array in arrays], build)
+    dtypes = [array.dtype for array in arrays]
+    return Columns(arrays, dtypes, lambda parts: dict(zip(batch, parts, strict=True)))
 
 
 def _numbers_of(column: Any, shape: tuple[int, ...]) -> Tensor | None:
@@ -80,7 +73,7 @@ def _numbers_of(column: Any, shape: tuple[int, ...]) -> Tensor | None:
     column = column.combine_chunks()
     for length in shape[1:]:
         column = getattr(column, "storage", column)
-        if column.null_count or column.value_lengths().unique().to_pylist() != [length]:
+        if column.value_lengths().unique().to_pylist() != [length]:
             return None
         column = column.flatten()
     if column.null_count or not _NUMBER.fullmatch(str(column.type)):

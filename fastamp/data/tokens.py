@@ -1,8 +1,7 @@
 """A dataset of the windows of a sequence of tokens, in files or in memory."""
 
 import os
-from bisect import bisect_right
-from functools import partial
+from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,11 +15,10 @@ from torch.utils.data import Dataset
 
 from fastamp.data.arrays import Columns, as_tensor
 from fastamp.data.checks import as_integer
-from fastamp.data.sample_rng import sample_rng
+from fastamp.data.sample_rng import Keys, sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
 _DTYPES = (np.uint8, np.uint16, np.uint32, np.int32, np.int64)
-_NAMES = "uint8, uint16, uint32, int32 or int64"
 
 
 class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -30,9 +28,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     as int64. Windows do not overlap; a last piece that is too short is left out.
 
     Args:
-        path_or_array: a file of raw tokens or a `.npy` file, which is mapped; or a one-dimensional
-            array or tensor on the CPU. A list of these is one sequence, which a loader reads window
-            by window.
+        path_or_array: a file of raw tokens or a `.npy` file, which is mapped, or a one-dimensional
+            array or tensor on the CPU; a list of these is one sequence, read window by window.
         block_size: tokens in a window.
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
@@ -41,11 +38,10 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             by `fastamp.sample_rng`. An epoch has as many windows as without.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: there is no such file.
         TypeError: NumPy does not know `dtype`.
-        ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
-            `block_size` is below 1; or `header` is more than a file has, or is given for anything
-            but raw files.
+        ValueError: a file is empty, damaged or shorter than `header`, which is for raw files alone;
+            the tokens are too few for one window, of another dtype, or not one-dimensional.
 
     Example:
         >>> dataset = fastamp.TokenDataset(np.arange(10, dtype=np.uint16), block_size=4)
@@ -64,19 +60,34 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         random_offsets: bool = False,  # noqa: FBT001, FBT002 - as in the documentation
     ) -> None:
         self.block_size = as_integer("block_size", block_size, least=1, optional=False)
-        header = as_integer("header", header, least=0, optional=False)
         self.random_offsets = bool(random_offsets)
-        sources = path_or_array if isinstance(path_or_array, list | tuple) else [path_or_array]
-        try:
-            kind = None if dtype is None else np.dtype(dtype)
-            self._opened = [*map(_portable, sources)], kind, header
-        except (RuntimeError, TypeError, ValueError) as error:
-            msg = f"dtype={dtype!r}, path_or_array: expected {_NAMES}, on the CPU: {error}"
-            raise TypeError(msg) from error
+        is_list = isinstance(path_or_array, list | tuple)
+        sources: Any = path_or_array if is_list else [path_or_array]
+        self._sources = [  # a tensor may not be picklable
+            Path(source).absolute() if isinstance(source, str | os.PathLike) else np.asarray(source)
+            for source in sources
+        ]
+        self._dtype = None if dtype is None else np.dtype(dtype)
+        self._header = as_integer("header", header, least=0, optional=False)
         self._open()
 
     def _open(self) -> None:
-        self._parts = [part[:] for part in _open_all(*self._opened) if len(part)]
+        """Map the files, and check that all tokens have one dtype."""
+        parts: list[npt.NDArray[Any]] = []
+        for i, source in enumerate(self._sources):
+            try:
+                parts.append(part := _open(source, self._dtype, self._header))
+            except OSError:
+                raise
+            except Exception as error:  # NumPy's parser raises errors of many types
+                msg = f"path_or_array[{i}]: {source} cannot be read: {error}"
+                raise ValueError(msg) from error
+            expected = self._dtype or parts[0].dtype
+            if part.ndim != 1 or expected not in _DTYPES or part.dtype != expected:
+                kind = expected if expected in _DTYPES else "uint8, uint16, uint32, int32 or int64"
+                msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's "
+                raise ValueError(msg + f"byte order, got shape {part.shape} of {part.dtype}")
+        self._parts = [part for part in parts if len(part)]
         self._begins: list[int] = [0, *accumulate(map(len, self._parts))]
         self._length: int = (self._begins[-1] - 1) // self.block_size
         if self._length < 1:
@@ -94,31 +105,25 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         begin = int(index) % self._length * self.block_size
         if self.random_offsets:
             begin = sample_rng().take_key() % (self._begins[-1] - self.block_size)
-        tokens = self._read(begin, begin + self.block_size + 1)
+        end, begins = begin + self.block_size + 1, self._begins
+        parts = range(bisect_right(begins, begin) - 1, bisect_left(begins, end))
+        pieces = [self._parts[i][max(begin - begins[i], 0) : end - begins[i]] for i in parts]
+        tokens = np.concatenate(pieces)
         x, y = (torch.from_numpy(part.astype(np.int64)) for part in (tokens[:-1], tokens[1:]))
         return x, y
-
-    def _read(self, begin: int, end: int) -> npt.NDArray[Any]:
-        """Return the tokens between two places, which may lie in different parts."""
-        pieces = []
-        while begin < end:
-            number = bisect_right(self._begins, begin) - 1
-            first = self._begins[number]
-            pieces.append(self._parts[number][begin - first : end - first])
-            begin += len(pieces[-1])
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def columns(self) -> Columns | str:
         """Return the windows for a loader to gather, or why it has to read items."""
         if len(self._parts) > 1:
             return f"the tokens lie in {len(self._parts)} parts"
-        tokens, block_size = as_tensor(self._parts[0]), self.block_size
-        step, count = block_size, self._length
-        if self.random_offsets:
-            step, count = 1, len(tokens) - block_size
-        x, y = (part.as_strided((count, block_size), (step, 1)) for part in (tokens, tokens[1:]))
-        starts = partial(_draw_starts, count) if self.random_offsets else None
-        return Columns([x, y], [torch.int64] * 2, list, starts=starts)
+        tokens, step = as_tensor(self._parts[0]), 1 if self.random_offsets else self.block_size
+        pair = [part.unfold(0, self.block_size, step) for part in (tokens[:-1], tokens[1:])]
+        count = np.uint64(len(pair[0]))
+
+        def draw(keys: Keys) -> Tensor:
+            return torch.from_numpy((keys % count).astype(np.int64))
+
+        return Columns(pair, [torch.int64] * 2, list, starts=draw if self.random_offsets else None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the tokens: a file as its path, which is mapped again when loaded."""
@@ -129,52 +134,12 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self._open()
 
 
-def _draw_starts(count: int, keys: Tensor) -> Tensor:
-    """Return the windows, of so many, that samples with these keys draw."""
-    drawn = keys.numpy().view(np.uint64) % np.uint64(count)
-    return torch.from_numpy(drawn.view(np.int64))
-
-
-def _portable(source: Any) -> Any:
-    """Return an absolute path, or an array in place of a tensor, which may not be picklable."""
-    if isinstance(source, str | os.PathLike):
-        return Path(source).absolute()
-    return np.asarray(source) if isinstance(source, Tensor) else source
-
-
-def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[Any]]:
-    """Return the tokens of all files and arrays, which have one dtype."""
-    parts: list[npt.NDArray[Any]] = []
-    for i, source in enumerate(sources):
-        parts.append(part := _open(source, dtype, header))
-        expected = parts[0].dtype if dtype is None else dtype
-        if part.ndim != 1 or expected not in _DTYPES or part.dtype != expected:
-            kind = expected if expected in _DTYPES else _NAMES
-            msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's byte "
-            raise ValueError(msg + f"order, got shape {part.shape} of {part.dtype}")
-    return parts
-
-
 def _open(source: Any, dtype: Any, header: int) -> npt.NDArray[Any]:
     """Return the tokens of an array, or of a file, which is mapped."""
-    if not isinstance(source, Path) or source.suffix.lower() == ".npy":
-        if header:
-            msg = f"header={header}: expected 0 for anything but files of raw tokens"
-            raise ValueError(msg)
-        try:
-            is_file = isinstance(source, Path)
-            tokens = open_memmap(source, mode="r") if is_file else np.asarray(source)
-        except OSError:
-            raise
-        except Exception as error:  # NumPy's parser raises errors of many types
-            msg = f"path_or_array: {source} cannot be read: {error}"
-            raise ValueError(msg) from error
-        return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
-    kind = np.dtype(np.uint16 if dtype is None else dtype)
-    nbytes = source.stat().st_size
-    if nbytes < header or (nbytes - header) % kind.itemsize:
-        msg = f"{source} has {nbytes} bytes: expected {header} of a header and a multiple of "
-        raise ValueError(msg + f"{kind.itemsize} of tokens, for dtype {kind}")
-    if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
-        return np.empty(0, kind)
-    return np.memmap(source, kind, "r", offset=header)
+    if isinstance(source, Path) and source.suffix.lower() != ".npy":
+        return np.memmap(source, np.uint16 if dtype is None else dtype, "r", offset=header)
+    if header:
+        msg = f"header={header}: expected 0 for anything but files of raw tokens"
+        raise ValueError(msg)
+    tokens = open_memmap(source, mode="r") if isinstance(source, Path) else source
+    return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens

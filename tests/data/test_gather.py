@@ -127,7 +127,8 @@ def test_few_buffers_wait_and_none_beyond_max_bytes(monkeypatch):
     few = Memory()
     few.allocate((80,), torch.uint8)
     larger = few.allocate((81,), torch.uint8)
-    assert (larger.numel(), free_nbytes(few)) == (81, 80)
+    smaller = few.allocate((50,), torch.uint8)
+    assert (larger.numel(), smaller.numel(), free_nbytes(few)) == (81, 50, 80)
 
 
 @pytest.mark.parametrize("threads", [2, 16, 64])

@@ -12,7 +12,7 @@ from support.loading import assert_same
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset
 
 import fastamp
-from fastamp.data.sample_rng import Order, mix, mix_all
+from fastamp.data.sample_rng import Order, mix
 
 MASK = 2**64 - 1
 N = 41
@@ -59,17 +59,14 @@ def pairs(batches):
 def test_keys_are_those_of_splitmix64():
     assert mix(0) == 0xE220A8397B1DCDAF  # the first number of Vigna's splitmix64 from 0
     order = Order(mix(mix(7) ^ 2), first=1, others=6)
-    numbers = torch.arange(2**15)
-    places = order.places(numbers)
-    assert places[:5].tolist() == [1, 8, 15, 22, 29]
-    keys = [order.find_key(number) for number in numbers.tolist()]
-    assert keys[3] == key_of(7, 2, 22)
-    assert [key & MASK for key in order.find_keys(0, 2**15).tolist()] == keys
+    keys = [order.find_key(number) for number in range(2**15)]
+    assert keys[:4] == [key_of(7, 2, place) for place in (1, 8, 15, 22)]
+    assert order.find_keys(0, 2**15).tolist() == keys
+    assert order.find_keys(7, 3).tolist() == keys[7:10]
+    assert order.find_key(~3) == key_of(7, 2, ~22 & MASK)  # of a batch
     assert len({*keys}) == len(keys)
-    extremes = [0, -1, 2**63 - 1, -(2**63)]
-    assert [key & MASK for key in mix_all(torch.tensor(extremes)).tolist()] == [
-        mix(value & MASK) for value in extremes
-    ]
+    extremes = [0, MASK, 2**63 - 1, 2**63]
+    assert mix(np.array(extremes, np.uint64)).tolist() == [*map(mix, extremes)]
 
 
 WAYS = {

@@ -124,6 +124,7 @@ OTHERS = {
     "nulls": (LENGTHS, [1.5, None, 2.5, 1.5, 1.5], "torch"),
     "nulls in lists": (LENGTHS, [[1, 2], [1, None], [1, 2], [1, 2], [1, 2]], "torch"),
     "several lengths": (LENGTHS, [[1], [1, 2], [1], [1], [1]], "torch"),
+    "no list in lists": (LENGTHS, [[1], None, [1], [1], [1]], "torch"),
     "empty lists": ("a column 'x' " + PLAIN, [[]] * 10, "torch"),
     "lists": ("a column 'x' " + PLAIN, [[1, 2]] * 10, None),
     "arrow": ("the format arrow", [1] * 10, "arrow"),

@@ -70,7 +70,7 @@ def test_the_windows_of_a_mapped_file_are_gathered_out_of_it(tmp_path):
     dataset = fastamp.TokenDataset(path, 8, np.uint32, header=3)
     assert_same(gather(dataset.columns(), range(11)), windows_of(tokens, 8))
     drawn = fastamp.TokenDataset(path, 8, np.uint32, header=3, random_offsets=True)
-    columns, keys = drawn.columns(), torch.arange(5)
+    columns, keys = drawn.columns(), np.arange(5, dtype=np.uint64)
     starts = columns.starts(keys)
     expected = [tokens[start:][:9].astype("i8") for start in starts.tolist()]
     x, y = gather(columns, [0, 1, 2, 3, 4], keys)
@@ -154,21 +154,11 @@ def test_an_index_out_of_bounds_is_named_at_random_offsets():
                 index(bad)
 
 
-@pytest.mark.parametrize(
-    "data", [b"x" * 80, b"PK\3\4" + b"x" * 80, b"\x93NUMPY\1\0v\0{'descr': '|O'}", b"\x80\4N."]
-)
-def test_a_damaged_npy_file_is_refused_by_name(tmp_path, data):
-    path = tmp_path / "t.npy"
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"t\.npy cannot be read"):
-        fastamp.TokenDataset(path, 2)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        fastamp.TokenDataset(tmp_path / "missing.npy", 2)
-
-
 def test_tokens_that_do_not_fit_are_refused_by_name(tmp_path):
     raw, saved = tmp_path / "t.bin", tmp_path / "t.npy"
     raw.write_bytes(b"\1" * 9)
+    damaged = tmp_path / "damaged.npy"
+    damaged.write_bytes(b"x" * 80)
     tokens = np.arange(9, dtype="u2")
     np.save(saved, tokens)
     for name in ("block_size", "header"):
@@ -176,8 +166,8 @@ def test_tokens_that_do_not_fit_are_refused_by_name(tmp_path):
             with pytest.raises(ValueError, match=f"{name}: expected an integer of .* got {bad!r}"):
                 fastamp.TokenDataset(raw, **{"block_size": 2, name: bad})
     for sources, options, message in (
-        (raw, {}, "t.bin has 9 bytes: expected 0 of a header and a multiple of 2 of"),
-        (raw, {"header": 10}, "t.bin has 9 bytes: expected 10 of a header"),
+        (raw, {}, r"path_or_array\[0\]: .*t.bin cannot be read: .* not a multiple"),
+        *((raw, {"header": header}, "t.bin cannot be read") for header in (10, 11, 9_999_999)),
         (saved, {"header": 4}, "header=4: expected 0 for anything but files of raw tokens"),
         ([raw, tokens], {"header": 1}, "header=1: expected 0 for anything but"),
         ([tokens, np.zeros((3, 3), "u2")], {}, r"array\[1\]: expected one dimension .* \(3, 3\)"),
@@ -187,11 +177,13 @@ def test_tokens_that_do_not_fit_are_refused_by_name(tmp_path):
         (tokens.astype(">u2"), {}, "in this machine's byte order, got .* of >u2"),
         (torch.zeros(9, device="meta"), {}, "meta"),
         ([tokens[:1], tokens[:1]], {}, "block_size=2: 2 tokens are too few for one window"),
+        ([saved, damaged], {}, r"\[1\]: .*damaged.npy cannot be read: the magic string"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             fastamp.TokenDataset(sources, 2, **options)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        fastamp.TokenDataset([raw, tmp_path / "missing.bin"], 2, "u1")
+    for missing in ("missing.bin", "missing.npy"):
+        with pytest.raises(FileNotFoundError, match="missing"):
+            fastamp.TokenDataset([raw, tmp_path / missing], 2, "u1")
     with pytest.raises(TypeError, match="'no dtype'"):
         fastamp.TokenDataset(raw, 2, "no dtype")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -9,7 +10,7 @@ def gather(columns, rows, keys=None):
     """Return the batch of some rows, which count from 0; `keys` are those of their samples."""
     assert not isinstance(columns, str), columns
     rows = torch.as_tensor(rows)
-    keys = torch.zeros(len(rows), dtype=torch.int64) if keys is None else torch.as_tensor(keys)
+    keys = np.zeros(len(rows), np.uint64) if keys is None else np.array(keys, np.uint64)
     rows = rows if columns.rows is None else columns.rows[rows]
     rows = rows if columns.starts is None else columns.starts(keys)
     parts = []
