@@ -257,9 +257,6 @@ class DataLoader(TorchDataLoader[T_co]):
         check_state(self)
         own = self._fastamp
         position = decode(state, identity_of(self))
-        if position.dataset_state is not None and not has_state(self.dataset):
-            msg = f"state: its dataset_state: {type(self.dataset).__name__} has no load_state_dict"
-            raise ValueError(msg)
         if position.told_epoch is not None:
             self.set_epoch(position.told_epoch)
         source = find_source(self)

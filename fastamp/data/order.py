@@ -78,23 +78,17 @@ def find_share(rank: int | None, world_size: int | None) -> Share:
     """Return this rank's share: the one given, torch.distributed's, or all."""
     rank = as_integer("rank", rank, least=0)
     world_size = as_integer("world_size", world_size, least=1)
-    if (rank is None) != (world_size is None):
-        msg = f"rank, world_size: expected both or none, got {rank} and {world_size}"
+    if (rank is None) != (world_size is None) or (rank or 0) >= (world_size or 1):
+        msg = f"rank, world_size: expected a rank below world_size, got {rank} and {world_size}"
         raise ValueError(msg)
-    if rank is not None and world_size is not None:
-        if rank >= world_size:
-            msg = f"rank: expected less than world_size={world_size}, got {rank}"
-            raise ValueError(msg)
+    if rank is not None:
         return Share(rank, world_size)
     if dist.is_available() and dist.is_initialized():
         return Share(dist.get_rank(), dist.get_world_size())
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched != "1":
-        msg = (
-            f"shard=True with WORLD_SIZE={launched}: call torch.distributed.init_process_group "
-            "first, or give rank and world_size"
-        )
-        raise RuntimeError(msg)
+        msg = f"shard=True with WORLD_SIZE={launched}: call torch.distributed.init_process_group "
+        raise RuntimeError(msg + "first, or give rank and world_size")
     return Share(0, 1)
 
 

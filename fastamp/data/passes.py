@@ -25,8 +25,6 @@ _BROKEN = (
 class LoaderStats:
     """What a loader has done since it was made. Seconds of several threads or workers add up.
 
-    `str(stats)` is the verdict.
-
     Example:
         >>> loader = fastamp.DataLoader(torch.arange(8), batch_size=4)
         >>> print(loader.stats())
@@ -52,14 +50,8 @@ class LoaderStats:
     path: str = ""
     """How batches are made: "gathered", or "item by item: " and the reason."""
 
-    @property
-    def wait_share(self) -> float:
-        """The part of the consumer's time that it waited."""
-        return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
-
-    @property
-    def verdict(self) -> str:
-        """In a few words: "compute-bound", or "starved 18 %: getitem", the share and its cause.
+    def __str__(self) -> str:
+        """Return the verdict: "compute-bound", or "starved 18 %: getitem", the share and its cause.
 
         "compute-bound": the loop waits for less than 5 % of its time; with thread workers, for
         whose GIL its own Python may wait as well, it says so. The cause is the largest of the times
@@ -68,16 +60,14 @@ class LoaderStats:
         """
         if not self.batches:
             return "nothing measured yet"
-        if self.wait_share < _STARVED_SHARE:
+        waited = self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
+        if waited < _STARVED_SHARE:
             threads = "; its threads may hold the GIL: time some steps with worker='process' too"
             return "compute-bound" + threads * ("thread" in self.path)
         causes = {"getitem": self.getitem_s, "collate": self.collate_s, "copy": self.copy_s}
         cause = max(causes, key=lambda name: causes[name])
-        share = f"starved {100 * self.wait_share:.0f} %"
+        share = f"starved {100 * waited:.0f} %"
         return f"{share}: {cause}" if causes[cause] >= _EXPLAINED_SHARE * self.wait_s else share
-
-    def __str__(self) -> str:
-        return self.verdict
 
 
 class LoaderPass(Iterator[Any]):

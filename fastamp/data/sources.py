@@ -56,9 +56,6 @@ class Source(Dataset[Any]):
         tensor([0, 1, 4])
     """
 
-    def __len__(self) -> int:
-        raise NotImplementedError
-
     def columns(self) -> Any:
         """Return the arrays whose rows are the samples.
 

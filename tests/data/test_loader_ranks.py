@@ -211,9 +211,9 @@ def test_a_program_without_ranks_is_a_world_of_one(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"rank": 1}, ValueError, "rank, world_size: expected both or none, got 1 and N"),
-        ({"world_size": 2}, ValueError, "rank, world_size: expected both or none, got None a"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank: expected less than world_size=2, got 2"),
+        ({"rank": 1}, ValueError, "rank, world_size: expected a rank below .*, got 1 and None"),
+        ({"world_size": 2}, ValueError, "rank, world_size: expected a rank below .*, got None and"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank, world_size: expected a .*, got 2 and 2"),
         ({"rank": -1, "world_size": 2}, ValueError, "rank: expected an integer of at least 0"),
         ({"rank": 0, "world_size": 0}, ValueError, "world_size: expected an integer of at least 1"),
         ({"shard": True, "sampler": [1, 2]}, ValueError, "sampler: expected None for a sharded"),
