@@ -87,5 +87,4 @@ def stack(
     dtype: torch.dtype,
     allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
     pad: Tensor | None = None,
-    multiple: int = 1,
 ) -> Tensor | None: ...

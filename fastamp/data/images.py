@@ -70,6 +70,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         if random_crop is not None and not 0 < random_crop[0] <= random_crop[1] <= 1:
             msg = "random_crop: expected the least and the largest share of the area, "
             raise ValueError(msg + f"got {random_crop!r}")
+        if flip not in (True, False):
+            msg = f"flip: expected True or False, got {flip!r}"
+            raise ValueError(msg)
         if find_module("PIL.Image") is None:
             msg = "Pillow is not installed: pip install 'fastamp[images]'"
             raise ImportError(msg)

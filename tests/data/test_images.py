@@ -138,6 +138,7 @@ def test_a_folder_without_images_is_refused_by_name(tmp_path):
         ({"size": (4, 4, 3)}, "size: expected a number, or height and width, got (4, 4, 3)"),
         ({"random_crop": (0, 1)}, "random_crop: expected the least and the largest"),
         ({"random_crop": (0.5, 1.1)}, "random_crop: expected the least and the largest"),
+        ({"flip": 0.05}, "flip: expected True or False, got 0.05"),
     ],
     ids=str,
 )

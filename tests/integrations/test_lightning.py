@@ -30,7 +30,6 @@ from support.trainers import (
 )
 from support.training import assert_same_bits
 
-import fastamp
 from fastamp.step import StepReport
 
 pytest.importorskip("lightning.pytorch")
