@@ -10,21 +10,7 @@ from fastamp._ops.choose import (
     warn_of_fallback,
 )
 from fastamp._ops.grads import Grads
-from fastamp._ops.private import (
-    has_step_hook,
-    in_dispatch_mode,
-    is_profiling,
-    note_step,
-    untraced,
-)
+from fastamp._ops.private import has_step_hook, in_dispatch_mode, is_profiling, note_step, untraced
 from fastamp._ops.sharded import hold, replicated
 from fastamp._ops.torch_update import TorchBackend
-from fastamp._ops.types import (
-    Clip,
-    StepReport,
-    Why,
-    is_spread,
-    local_of,
-    moved,
-    unread,
-)
+from fastamp._ops.types import Clip, StepReport, Why, is_spread, local_of, moved, unread

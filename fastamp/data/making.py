@@ -17,16 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fastamp.data.arrays import Columns
 from fastamp.data.collate import BatchCollator, collate_faster
 from fastamp.data.copies import CudaCopies, copy_all
-from fastamp.data.items import (
-    Items,
-    Made,
-    WorkerItems,
-    WorkerJobs,
-    as_list,
-    change,
-    hand_on,
-    read,
-)
+from fastamp.data.items import Items, Made, WorkerItems, WorkerJobs, as_list, change, hand_on, read
 from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers, seeded
 from fastamp.data.passes import LoaderPass, LoaderStats

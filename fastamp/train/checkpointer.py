@@ -209,6 +209,8 @@ class Checkpointer:
                 SIGUSR1, a closed terminal SIGHUP. After the checkpoint a signal without a handler
                 of the program's ends it by SystemExit.
         """
+        if self._signals is not None:
+            self._signals.__exit__()  # or its handlers would be those to restore
         self._signals = Signals(numbers or DEFERRED)
         return self._signals
 

@@ -34,11 +34,7 @@ from fastamp.step import StepReport
 
 pytest.importorskip("lightning.pytorch")
 
-from fastamp.integrations.lightning import (
-    AmpCallback,
-    AmpPrecision,
-    to_lightning_module,
-)
+from fastamp.integrations.lightning import AmpCallback, AmpPrecision, to_lightning_module
 
 __all__ = ["batches", "pl"]  # fixtures
 pytestmark = MARKS

@@ -23,8 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastamp
 from fastamp.metrics import tracker
 
-# --- statistics and histories
-
 
 @settings(deadline=None, max_examples=60)
 @given(
@@ -144,9 +142,6 @@ def test_threads_may_log_at_once(monkeypatch):
     made.flush()
     for name in "abcd":
         assert [step for n, step, _ in sink if n == name] == list(range(10_000))
-
-
-# --- values on a device
 
 
 class CountReads(TorchDispatchMode):

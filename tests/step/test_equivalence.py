@@ -12,14 +12,7 @@ import torch
 from support.differences import OPTIMIZERS, TORCHS, differences
 from support.gradients import values_of
 from support.reference import update
-from support.updates import (
-    MORE_RULES,
-    RULES,
-    SIZES,
-    give,
-    make,
-    scaler_of,
-)
+from support.updates import MORE_RULES, RULES, SIZES, give, make, scaler_of
 
 import fastamp
 

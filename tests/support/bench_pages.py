@@ -14,17 +14,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from fastamp.bench import (
-    apart,
-    cores,
-    environment,
-    latency,
-    loader,
-    main_job,
-    measure,
-    step,
-    timer,
-)
+from fastamp.bench import apart, cores, environment, latency, loader, main_job, measure, step, timer
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpt import Shape
 from fastamp.bench.race import Build, Plan, Race, Visit

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.trainable import (
-    act_at,
-    names,
-    newest,
-    outcome,
-    run,
-)
+from support.trainable import act_at, names, newest, outcome, run
 
 import fastamp
 
@@ -24,10 +18,12 @@ import fastamp
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_the_signals_that_are_waited_for_can_be_chosen(number, tmp_path, request):
     request.addfinalizer(partial(signal.signal, number, signal.signal(number, signal.SIG_DFL)))
-    handlers = signal.getsignal(number), signal.getsignal(signal.SIGTERM)  # nohup ignores SIGHUP
+    numbers = (number, signal.SIGTERM, signal.SIGINT)
+    handlers = [*map(signal.getsignal, numbers)]  # nohup ignores SIGHUP
     checkpointer = fastamp.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1))
+    checkpointer.on_signal(signal.SIGINT, number)  # is put back by the next call
     with checkpointer.on_signal(number):
-        assert signal.getsignal(signal.SIGTERM) is handlers[1]
+        assert [*map(signal.getsignal, numbers[1:])] == handlers[1:]
         checkpointer.save(1, every=100)
         signal.raise_signal(number)
         assert names(tmp_path) == []
@@ -35,7 +31,7 @@ def test_the_signals_that_are_waited_for_can_be_chosen(number, tmp_path, request
             checkpointer.save(2, every=100)
     assert raised.value.code == 128 + number
     assert names(tmp_path) == ["step-00000002.pt"]
-    assert (signal.getsignal(number), signal.getsignal(signal.SIGTERM)) == handlers
+    assert [*map(signal.getsignal, numbers)] == handlers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.stream_model import Model
-from support.trainable import CrashError, crash, make_data, make_model, run
+from support.trainable import make_data, make_model, run
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -262,42 +262,29 @@ def test_numpys_numbers_are_pythons():
 
 
 class Weighted(torch.nn.Module):
-    """A loss with a learned factor of each class; it may end a run."""
+    """A loss with a learned factor of each class."""
 
-    def __init__(self, crash_at=0):
+    def __init__(self):
         super().__init__()
-        self.factor, self.calls, self.crash_at = torch.nn.Parameter(torch.ones(2)), 0, crash_at
+        self.factor = torch.nn.Parameter(torch.ones(2))
 
     def forward(self, output, target):
-        self.calls += 1
-        if self.calls == self.crash_at:
-            crash()
         return functional.cross_entropy(self.factor * output, target)
 
 
 def test_the_parameters_of_a_loss_are_trained_saved_and_resumed(tmp_path):
-    ends, own = [], {"max_steps": 8, "checkpoint_every": 2, "device": "cpu"}
-    for folder, crash_at in ((None, 0), (tmp_path, 6), (tmp_path, 0)):
-        loss, model = Weighted(crash_at), make_model()
-        call = ModelCall(loss) if folder is None else None
-        fields = {**own, "checkpoint_dir": folder, "model_call": call}
-        fields["loss_fn"] = loss.forward if folder else None
-        config = TrainConfig(**fields)
-        if crash_at:
-            with pytest.raises(CrashError):
-                fine_tune(model, make_data(), config=config)
-        else:
-            result = fine_tune(model, make_data(), config=config)
-            ends.append((loss.factor.tolist(), result.train_loss.values.tolist()))
-    assert ends[0] == ends[1]
-    assert ends[0][0] != [1.0, 1.0]
+    ends, fields = [], {"schedule": "constant", "precision": "32-true"}
+    for folder, max_steps in ((None, 8), (tmp_path, 4), (tmp_path, 8)):
+        loss = Weighted()
+        run(folder, loss_fn=loss.forward if folder else loss, max_steps=max_steps, **fields)
+        ends.append(loss.factor.tolist())
+    assert ends[0] == ends[2] != ends[1] != [1.0, 1.0]
 
 
 def test_a_loss_of_the_models_own_is_trained_once(tmp_path):
     model = make_model()
     model[0].loss = Weighted()
-    config = TrainConfig(max_steps=2, loss_fn=model[0].loss.forward, checkpoint_dir=tmp_path)
-    fine_tune(model, make_data(), config=config)
+    run(tmp_path, model=model, loss_fn=model[0].loss.forward, max_steps=2, precision="32-true")
     assert (model[0].loss.factor != 1).any()
     assert "loss_fn" not in torch.load(tmp_path / "step-00000002.pt", weights_only=True)
 
