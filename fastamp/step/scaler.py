@@ -256,8 +256,9 @@ class GradScaler(torch.amp.GradScaler):
         elif new_scale is None and self._scale is not None:
             # torch would add the flags up in place, in a tensor that `last_step` may hold, and on
             # the CPU it would read one from a GPU before it has arrived.
-            flag = _joined([*self._per_optimizer_states.values()], self._scale.device)
-            if flag is not None:
+            states, device = [*self._per_optimizer_states.values()], self._scale.device
+            is_one = len(states) == 1 and [*states[0]["found_inf_per_device"]] == [device]
+            if not is_one and (flag := _joined(states, device)) is not None:
                 state = _refresh_per_optimizer_state()
                 state["found_inf_per_device"] = {flag.device: flag}
                 self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, {0: state})
