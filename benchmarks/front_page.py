@@ -31,6 +31,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "gains.svg"
 PAGES = {ROOT / "README.md": "docs/", ROOT / "docs" / "index.md": ""}  # and where docs/ is
 BEGIN, END = "<!-- by benchmarks/front_page.py -->\n", "<!-- end -->\n"
+GAIN = 1.005  # the least low end that two digits tell from 1.00
 COMMANDS = {  # of the bench, by the record that has their rows
     "step": "step",
     "loader": "loader",
@@ -192,7 +193,7 @@ def make_picture(figures: dict[str, list[Found]]) -> str:
         points += [Point(title)] * bool(found)
         for (name, said), row in zip(_words(found), found, strict=True):
             ends = (row.ratio.low, row.ratio.value, row.ratio.high)
-            points.append(Point(name, said, ends, "good" if row.ratio.low > 1 else "soft"))
+            points.append(Point(name, said, ends, "good" if row.ratio.low >= GAIN else "soft"))
     style = f"<style>{STYLE}svg {{ background: var(--paper) }}</style>"
     first, rest = draw("times as fast", points).split("\n", 1)
     return f"{first.replace('<svg', SVG)}\n{style}\n{rest}\n"

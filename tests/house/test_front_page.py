@@ -31,7 +31,7 @@ def front(monkeypatch, tmp_path):
 def test_the_front_pages_are_what_the_records_give_eight_rows_two_without_a_gain(front, capsys):
     assert front.main(["--check"]) == 0, capsys.readouterr().out
     figures = front.read_figures(front.read_records())
-    gains = [row.ratio.low > 1 for rows in figures.values() for row in rows]
+    gains = [row.ratio.low >= front.GAIN for rows in figures.values() for row in rows]
     assert (gains.count(True), gains.count(False)) == (6, 2)
     drawn = front.PICTURE.read_text()
     assert ET.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314 - our own
