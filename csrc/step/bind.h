@@ -93,8 +93,7 @@ Measured measure(const Backend& backend, const TensorList& views, const ClipSpec
 ClipSpec clip_of(const Backend& backend, const py::object& scale, const py::object& max_norm,
                  bool only_finite, const py::object& before, const py::object& skipped);
 
-/// Why a step cannot be made as it was asked for. What follows depends on the kind: fastamp/_ops'
-/// `Why`.
+/// Why a step cannot be made as it was asked for: `Why` of fastamp/_ops.
 struct Refusal {
   std::string reason;
   const char* kind = "torch";
@@ -141,8 +140,7 @@ PyObject* find(PyObject* dict, PyObject* name);
 
 std::string text(PyObject* object);
 
-/// Reads a group, or throws a Refusal. A learning rate on a device that is apart is not copied to
-/// the host.
+/// Reads a group, or throws a Refusal. A learning rate on a device that is apart stays there.
 Group read_group(const RuleNames& names, bool is_lean, PyObject* group, const Backend& backend);
 
 /// Returns a list or tuple, or throws a Refusal.

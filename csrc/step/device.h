@@ -45,8 +45,7 @@ void launch_count(const UpdateList& list, const float* found_inf, cudaStream_t s
 /// Throws unless the current device has code for all of update.cu.
 void check_update_kernels();
 
-/// Whether a device has the context that the runtime makes of it, which takes hundreds of
-/// megabytes.
+/// Whether a device has the runtime's context, which takes hundreds of megabytes.
 inline bool has_context(int device) {
   using GetState = int(int device, unsigned* flags, int* is_active);  // returns 0 if it succeeds
   static GetState* const get_state = [] {
@@ -62,9 +61,8 @@ inline bool has_context(int device) {
   return get_state != nullptr && get_state(device, &flags, &is_active) == 0 && is_active != 0;
 }
 
-/// Makes a device current, and the former one again at the end of the scope: not where that would
-/// make a context on it, as device 0 has none where a new thread begins with another one. The
-/// device of this thread is then the new one.
+/// Makes a device current, and the former one at the end of the scope, unless that would make a
+/// context on it: device 0 has none where a new thread begins with another device.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

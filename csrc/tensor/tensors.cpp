@@ -56,12 +56,12 @@ FASTAMP_INLINE bool read(py::handle object, dlpack::Tensor& found) {
   return reinterpret_cast<std::uintptr_t>(found.data) >= kLowestAddress || found.numel() == 0;
 }
 
-bool is_contiguous(const dlpack::Tensor& tensor) {
+bool is_contiguous(const dlpack::Tensor& tensor, int first = 0) {
   std::int64_t expected = 1;
   int dim = tensor.ndim - 1;
-  for (; dim >= 0 && (tensor.shape[dim] == 1 || tensor.strides[dim] == expected); --dim)
+  for (; dim >= first && (tensor.shape[dim] == 1 || tensor.strides[dim] == expected); --dim)
     expected *= tensor.shape[dim];
-  return dim < 0 || tensor.numel() == 0;
+  return dim < first || tensor.numel() == 0;
 }
 
 /// Whether the elements fill their memory without gaps or overlap, in any order of dimensions.
@@ -183,12 +183,8 @@ bool read_host_tensor(py::handle object, dlpack::Tensor& tensor) {
 }
 
 bool read_rows(py::handle object, dlpack::Tensor& tensor) {
-  if (!read(object, tensor) || !is_on(tensor.device, kHost) || tensor.ndim == 0) return false;
-  dlpack::Tensor row = tensor;
-  row.ndim -= 1;
-  row.shape += 1;
-  row.strides += 1;
-  return is_contiguous(row);
+  return read(object, tensor) && is_on(tensor.device, kHost) && tensor.ndim > 0 &&
+         is_contiguous(tensor, 1);
 }
 
 void* data_of(py::handle tensor, DataType dtype, std::int64_t numel, dlpack::Device device,

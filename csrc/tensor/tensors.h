@@ -19,13 +19,11 @@ constexpr dlpack::DataType kFloat32{dlpack::kFloat, 32, 1};
 constexpr dlpack::DataType kFloat64{dlpack::kFloat, 64, 1};
 constexpr dlpack::DataType kByte{dlpack::kUInt, 8, 1};
 
-/// Looks up torch's types and its exchange table. Returns whether the table exists; without it no
-/// tensor can be read.
+/// Looks up torch's types and its exchange table; returns whether the table exists.
 bool attach_torch();
 
-/// Reads a plain tensor on a device whose elements fill its memory without gaps, in any order of
-/// dimensions. Returns false for every other, subclasses included. Its sizes and strides live as
-/// long as the tensor.
+/// Reads a plain tensor on a device whose elements fill its memory, in any order of dimensions;
+/// returns false for every other. Its sizes and strides live as long as the tensor.
 bool read_dense(py::handle object, dlpack::Device device, dlpack::Tensor& tensor);
 
 /// Returns the format of a dtype that the passes handle: floats of 32 or 16 bits.
@@ -45,8 +43,7 @@ py::object grad_of(py::handle tensor);
 /// Sets a plain tensor's gradient to None.
 void drop_grad(py::handle tensor);
 
-/// Reads a contiguous tensor whose bytes are its values: a plain one that does not require grad and
-/// is no conjugated or negated view. Returns false for every other.
+/// Reads a plain contiguous tensor on the host that requires no grad and is no view that negates.
 bool read_host_tensor(py::handle object, dlpack::Tensor& tensor);
 
 /// Reads a plain tensor on the host whose rows are contiguous; they may overlap, or lie apart.

@@ -62,8 +62,7 @@ class MetricsTracker:
 
     def __init__(self, capacity: int = 4096, sinks: Iterable[Any] = ()) -> None:
         if not hasattr(capacity, "__index__") or capacity < 2:
-            expected = "an integer of at least 2, for the first and the last value"
-            msg = f"capacity: expected {expected}, got {capacity!r}"
+            msg = f"capacity: expected an integer of at least 2, got {capacity!r}"
             raise ValueError(msg)
         if not hasattr(sinks, "__iter__"):
             msg = f"sinks: expected a list, such as sinks=[print], got {sinks!r}"
@@ -147,11 +146,8 @@ class MetricsTracker:
     def history(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the steps and values of a name: the first, the last, and an even sample.
 
-        Returns:
-            Two arrays of equal length, int64 and float64, at most `capacity`, in logging order.
-
-        Raises:
-            KeyError: nothing was logged under this name.
+        They are two arrays of equal length, int64 and float64, at most `capacity`, in logging
+        order. A name without any is a KeyError.
         """
         self._drain(wait=True)
         with self._lock:
