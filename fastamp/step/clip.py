@@ -53,6 +53,7 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
+    given = parameters
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     max_norm, norm_type = as_bound("max_norm", max_norm), float(norm_type)
@@ -63,7 +64,8 @@ def clip_grad_norm_(
         if not error_if_nonfinite or stats.norm.isfinite():  # else torch raises its error
             read.rescale_(stats.factor)
             return _ops.replicated(stats.norm, grads)
-    return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    given = parameters or given  # torch warns of a generator that is empty, as a second time
+    return torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 @torch.no_grad()

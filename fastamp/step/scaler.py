@@ -179,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
                 raise TypeError(msg)
             norm = None if max_norm is None else self.clip_grad_norm_(optimizers[0], max_norm)
             results = [super().step(optimizers[0], *args, **kwargs)]
-            stats = cast(StepReport, _read_before(states))
+            stats = _read_before(states) or StepReport(None)  # if the optimizer takes the scaler
             self._skipped.on(stats.found_inf.device).add_(stats.found_inf)
             stats = stats if norm is None else stats.replace(norm=norm)
             self.last_step = StepReport(stats.values, f"torch's: {by_torch}")

@@ -121,6 +121,14 @@ def test_no_gradients_at_all(backend):
     assert fastamp.clip_grad_norm_(parameters_with(torch.empty(0)), 1.0).item() == 0.0
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0])
+def test_a_generator_that_was_read_before_is_warned_of_as_by_torch(backend, order):
+    parameters = torch.nn.Linear(1, 1).parameters()
+    assert len([*parameters]) == 2
+    with pytest.warns(UserWarning, match="empty generator"):
+        fastamp.clip_grad_norm_(parameters, 1.0, order)
+
+
 def test_torch_func_goes_torchs_way(backend):
     gradient = torch.func.grad(lambda x: fastamp.get_total_norm([x]))(torch.ones(3))
     assert torch.equal(gradient, torch.zeros(3))

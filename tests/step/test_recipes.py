@@ -162,6 +162,33 @@ def test_optimizers_that_scale_themselves(backend, device, bad):
     assert_alike(recipe)
 
 
+class TakesScaler(torch.optim.SGD):
+    """An optimizer of torch's older protocol: its step takes the scaler, and may check by it."""
+
+    _step_supports_amp_scaling = True
+    checks = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        if self.checks:
+            grad_scaler._check_inf_per_device(self)
+        self.param_groups[0]["params"][0].data.sub_(grad_scaler._get_scale_async())
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
+def test_optimizers_that_take_the_scaler(backend, device, checks):
+    def recipe(cls):
+        parameters = parameters_with(torch.tensor([8.0, math.inf], device=device))
+        optimizer, scaler = TakesScaler(parameters, lr=0.1), cls(device)
+        optimizer.checks = checks
+        one_step(scaler, optimizer, device)
+        if cls is fastamp.GradScaler:
+            assert scaler.last_step.skipped == scaler.skipped_steps == checks
+        return [parameters[0].detach()]
+
+    assert_alike(recipe)
+
+
 def test_a_check_without_a_step_and_states_that_others_reset(backend, device):
     def recipe(cls):
         parameters = parameters_with(torch.tensor([8.0, math.inf], device=device))
