@@ -56,6 +56,14 @@ def _core() -> ModuleType | str:
 
 
 @cache
+def _warn_of(why: str) -> None:
+    """Warn once that the fallback is used, for this reason."""
+    message = "the slower pure-Python fallback is used "
+    message += f"(FASTAMP_BACKEND=fallback chooses it without this warning): {why}"
+    warnings.warn(message, stacklevel=3)
+
+
+@cache
 def _tables() -> Mapping[str, Table]:
     """Return the core's tables that can be used here, best first."""
     core = _core()
@@ -122,14 +130,6 @@ def _why_no_cuda_code() -> str | None:
         return "the compiled code is for NVIDIA GPUs"
     text = f"fastamp was built without CUDA code: {NO_CUDA}"
     return None if core.built_with_cuda else text + install_again()
-
-
-@cache
-def _warn_of(why: str) -> None:
-    """Warn once that the fallback is used, for this reason."""
-    message = "the slower pure-Python fallback is used "
-    message += f"(FASTAMP_BACKEND=fallback chooses it without this warning): {why}"
-    warnings.warn(message, stacklevel=3)
 
 
 def warn_of_fallback(device: torch.device) -> None:

@@ -63,6 +63,14 @@ def test_a_backend_that_is_not_there_is_refused_with_the_list(name, listed):
     assert said in result.stderr
 
 
+@needs_core
+def test_an_older_torch_refuses_a_compiled_backend_with_the_list():
+    code = "import torch; del torch.Tensor.__dlpack_c_exchange_api__; import fastamp"
+    said = run_python(code, FASTAMP_BACKEND="cpu").stderr
+    assert "RuntimeError: FASTAMP_BACKEND='cpu' is not available here; available: fallback" in said
+    assert "needs torch 2.10 or later" in said
+
+
 @pytest.fixture
 def chosen_anew(monkeypatch):
     """Forget the choice, before and after."""

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from support import ranks, shard_cases, shard_trainings
 from support.bits import assert_close
+from support.devices import needs_core
 from support.gradients import parameters_with
-from support.training import OPTIMIZERS
+from support.training import FUSED, OPTIMIZERS
 
 import fastamp
 
@@ -104,6 +105,9 @@ def test_native_steps_of_parts_have_the_bits_of_the_whole(four, layout, rule, dt
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name, how):
+    is_refused = name == "sgd fused" or (layout == "mixed" and name in FUSED)
+    if is_refused and torch.__version__ < (2, 10):
+        pytest.skip("a fused update of torch 2.8 refuses these DTensors")
     for alone, ours in four.run(4, shard_cases.step, layout, name, how):
         for expected, got in zip(alone, ours, strict=True):
             # A sum over ranks is rounded before it is scaled, where one process has none.
@@ -112,6 +116,7 @@ def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name
                 assert_close(one, other, rtol=tolerance, atol=1e-9)
 
 
+@needs_core
 @pytest.mark.parametrize("rule", ["adamw", "sgd"])
 def test_torchs_own_step_goes_on_in_the_middle(four, rule):
     for first, *others in four.run(2, shard_cases.torchs_steps_between, rule):
@@ -119,6 +124,7 @@ def test_torchs_own_step_goes_on_in_the_middle(four, rule):
             torch.testing.assert_close(first, other, rtol=1e-5, atol=1e-6)
 
 
+@needs_core
 def test_gradients_that_are_placed_otherwise_are_brought_to_their_parameters(four):
     for right, by_grad, by_state in four.run(2, shard_cases.gradients_placed_otherwise):
         assert right[0].startswith("native")
