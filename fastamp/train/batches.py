@@ -75,7 +75,7 @@ def count_samples(batch: Any) -> int:
         columns = [*batch.values()] if isinstance(batch, Mapping) else [batch]
     for column in columns:
         if isinstance(column, Tensor):
-            return len(column) if column.ndim else 1
+            return column.shape[0] if column.ndim else 1
     lists = [column for column in columns if isinstance(column, (list, tuple))]
     tensors = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, Tensor) and leaf.ndim]
     return len((lists or tensors or [[None]])[0])

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastamp._progress import progress
 from fastamp.metrics import MetricsTracker
-from fastamp.step import GradScaler
+from fastamp.step import GradScaler, optimizer_step
 from fastamp.train import ranks
 from fastamp.train.batches import Batches
 from fastamp.train.checkpointer import Checkpointer
@@ -60,8 +60,10 @@ class Loop:
         trained = nn.ModuleList([model] if self.loss is None else [model, self.loss])
         options = {"lr": config.lr, "weight_decay": config.weight_decay}
         self.optimizer = make_optimizer(trained, config.optimizer, **options)
-        self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
-        self.schedule = Schedule(self.optimizer, partial(config.lr_factor, total=self.n_steps))
+        self.is_scaled = self.precision == "16-mixed"
+        self.scaler = GradScaler(self.device.type, enabled=self.is_scaled)
+        lr_factor = partial(config.lr_factor, total=self.n_steps)
+        self.schedule = Schedule(self.optimizer, lr_factor, self._log_report)
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
         self.progress = Progress(config, self.n_steps, self.schedule)
         self.saved_at: tuple[int, ...] = ()
@@ -69,7 +71,8 @@ class Loop:
         self.best_weights: Any = None  # on the host, where no checkpoint has them
         self.resumed = ""
         self.checkpointer = None if config.checkpoint_dir is None else self._resume()
-        self.tracker.watch(self.scaler, first_step=self.progress.step + 1)
+        scales = self.tracker.summary().get("train/loss_scale")
+        self.scale = scales.last if scales else None  # as logged
         dtype = AUTOCAST[self.precision]
         # Around mixed steps autocast would not clear its cache: each call has its own.
         around: Any = torch.autocast(self.device.type, dtype) if dtype else lambda call: call
@@ -147,16 +150,14 @@ class Loop:
         self, *, has_step: bool = False, epoch_ends: bool = False, ends: bool = False
     ) -> None:
         """Evaluate, save and flush where they are due: without an interval, after an epoch."""
-        step, config = self.progress.step, self.config
-
-        def is_due(every: int | None) -> bool:
-            return ends or (epoch_ends if every is None else has_step and step % every == 0)
-
-        if is_due(config.eval_every) and self.progress.evaluated_at != step:
+        step, config, every = self.progress.step, self.config, self.config.eval_every
+        is_due = epoch_ends if every is None else has_step and step % every == 0
+        if (is_due or ends) and self.progress.evaluated_at != step:
             self._evaluate()
         if self.checkpointer is not None:
-            saves = config.keep_best and self.compared is not None
-            saves = saves or is_due(config.checkpoint_every)
+            every = config.checkpoint_every
+            is_due = epoch_ends if every is None else has_step and step % every == 0
+            saves = is_due or ends or (config.keep_best and self.compared is not None)
             if saves and self.saved_at != self.progress.place:
                 self.checkpointer.save(step, metric=self.compared)
                 self.saved_at = self.progress.place
@@ -167,8 +168,6 @@ class Loop:
 
     def _train_step(self, batches: list[tuple[Any, int]]) -> None:
         """Take a step of the optimizer, by the mean loss over this rank's targets of the step."""
-        self.progress.step += 1
-        self.compared = None
         parts, shares = [], []
         total: Any = 0
         for batch, n_samples in batches:
@@ -179,8 +178,8 @@ class Loop:
         while parts:
             inputs, target, n = parts.pop(0)
             with self.no_sync() if parts else _SYNC:
-                loss = share(self.loss_of(inputs, target), n, total)
-                torch.autograd.backward(self.scaler.scale(loss))
+                loss = share(self.loss_of(self.model, inputs, target), n, total)
+                torch.autograd.backward(self.scaler.scale(loss) if self.is_scaled else loss)
             shares.append(loss.detach())
         mean: Any = sum(shares[1:], shares[0])
         if not (isinstance(total, int) and total):
@@ -188,16 +187,41 @@ class Loop:
         if self.n_ranks > 1:
             dist.all_reduce(mean)
             mean /= self.n_ranks
-        step = self.progress.step
-        self.tracker.log_scalar("train/loss", mean.item() if mean.is_cpu else mean, step)
-        self.tracker.log_scalar("train/lr", self.schedule.lr, step)
-        self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
-        self.schedule.advance(self.scaler.last_step.found_inf)
-        self.scaler.update()
+        lr = self.schedule.read()  # and log the report of the step before
+        self.progress.step += 1
+        self.compared = None
+        self.tracker.log_scalar(
+            "train/loss", mean.item() if mean.is_cpu else mean, self.progress.step
+        )
+        self.tracker.log_scalar("train/lr", lr, self.progress.step)
+        if self.is_scaled:
+            self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
+            report = self.scaler.last_step
+            self.scaler.update()
+        else:
+            report = optimizer_step(self.optimizer, self.config.max_norm, zero_grad=True)
+        values: Any = report.values  # norm, found_inf, three more, at last the scale
+        if not isinstance(values, Tensor):
+            found = report.norm, report.found_inf, report.scale
+            values = torch.stack([each.to(report.norm.device) for each in found])
+        self.schedule.advance(values)
 
-    def _loss_of(self, inputs: Any, target: Any, model: Any = None) -> Tensor:
+    def _log_report(self, numbers: list[float]) -> None:
+        """Log what the last step found."""
+        norm, found_inf, *_, scale = numbers
+        step = self.progress.step
+        if self.is_scaled or self.config.max_norm is not None:
+            self.tracker.log_scalar("train/grad_norm", norm, step)
+        if found_inf:
+            self.tracker.log_scalar("train/gradient_overflow", 1.0, step)
+            self.tracker.log_scalar("train/skipped_steps", step - self.schedule.n_taken, step)
+        if self.is_scaled and scale != self.scale:
+            self.scale = scale
+            self.tracker.log_scalar("train/loss_scale", scale, step)
+
+    def _loss_of(self, model: Any, inputs: Any, target: Any) -> Tensor:
         """Return the mean loss of a batch."""
-        return self.model_call.loss(self.model_call.forward(model or self.model, inputs), target)
+        return self.model_call.loss(self.model_call.forward(model, inputs), target)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -234,19 +258,19 @@ class Loop:
         for batch, n_samples in data:
             inputs, target = self.split(self.evaluated, batch)
             n = self.model_call.count(target, n_samples)
-            found.append((self.loss_of(inputs, target, self.evaluated), n))
+            found.append((self.loss_of(self.evaluated, inputs, target), n))
         counted = [(float(loss), float(n)) for loss, n in found if n]  # waits once, at the end
         sums = ranks.gather((sum(loss * n for loss, n in counted), sum(n for _, n in counted)))
         total = sum(n for _, n in sums)
         return sum(loss for loss, _ in sums) / total if total else math.nan
 
     def _make_result(self) -> TrainResult:
+        self.schedule.read()  # the last step's report
         known = self.tracker.summary()
 
         def curve(name: str) -> Curve:
             return Curve(*self.tracker.history(name)) if name in known else Curve()
 
-        skipped = known.get("train/skipped_steps")
         evaluated = {name for name in known if name.startswith("val/")} - {"val/loss"}
         return TrainResult(
             train_loss=curve("train/loss"),
@@ -256,7 +280,7 @@ class Loop:
             loss_scale=curve("train/loss_scale"),
             lr=curve("train/lr"),
             steps=self.progress.step,
-            skipped_steps=int(skipped.last) if skipped else 0,
+            skipped_steps=self.progress.step - self.schedule.n_taken,
             best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             precision=self.precision,
         )
@@ -289,7 +313,7 @@ class Loop:
             raise ValueError(msg)
         self.schedule.set_lr()  # of this run's length
         self.resumed = f"{folder.path}: resumed at {self._at(step)}"
-        self.resumed += f", its next learning rate is {self.schedule.lr:g}"
+        self.resumed += f", its next learning rate is {self.schedule.read():g}"
         return checkpointer
 
     def _hand_on(self, scalars: list[Any]) -> None:

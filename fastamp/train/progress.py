@@ -49,8 +49,8 @@ class Progress:
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place and the options, after the last step's flag, which changes the rate."""
-        self._schedule.read_flag()
+        """Return the place and the options, once the last report has changed the rate."""
+        self._schedule.read()
         places = {"place": self.place, "n_taken": self._schedule.n_taken}
         best = {"best": self.best, "n_worse": self.n_worse}
         return {"config": self._fixed, "n_ranks": ranks.count(), **places, **best}
