@@ -65,6 +65,13 @@ class StepReport:
         """Whether the optimizer left the parameters as they were; waits for the device."""
         return bool(self.found_inf.item())
 
+    def stacked(self) -> Tensor:
+        """Return norm, found_inf, clip_coef, factor and scale as one tensor."""
+        values = unread() if self.values is None else self.values
+        if isinstance(values, Tensor):
+            return values
+        return torch.stack([each.to(values[0].device) for each in values])
+
     def replace(self, **changed: Tensor) -> "StepReport":
         """Return a copy in which the statistics of these names are others."""
         names = ("norm", "found_inf", "clip_coef", "factor", "scale")

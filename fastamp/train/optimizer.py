@@ -37,8 +37,7 @@ def make_optimizer(
     groups = made.param_groups if isinstance(made, Optimizer) else [{"params": [None]}]
     known = {*map(id, trained.parameters())}
     if any(id(p) not in known for group in groups for p in group["params"]):
-        wanted = "a callable that returns an Optimizer of parameters of the model or of loss_fn"
-        msg = f"optimizer: expected {wanted}, got {made!r:.200}"
+        msg = f"optimizer: expected a callable that makes one of its parameters, got {made!r:.200}"
         raise ValueError(msg)
     return made  # type: ignore[no-any-return]
 
@@ -51,8 +50,7 @@ def find_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> nn.Module
     known = {*map(id, model.parameters()), *map(id, model.buffers())}
     own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in known]
     if ranks.count() > 1 and any(tensor.requires_grad for tensor in own):
-        has = f"{type(loss).__name__} has parameters, which ranks do not share"
-        msg = f"loss_fn: {has}: train a model that holds it and returns its loss"
+        msg = f"loss_fn: ranks share no parameters of {type(loss).__name__}: put it into the model"
         raise ValueError(msg)
     return loss.to(device) if own else None
 
@@ -60,16 +58,16 @@ def find_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> nn.Module
 class Schedule:
     """The learning rate, which advances after a step that was taken.
 
-    A step's report is read when the next step's rate is asked for, or before a checkpoint. On CUDA
-    it is copied to the host meanwhile: the device, which then still has the next step's passes to
-    do, does not become idle. `on_report` gets its numbers before the rate changes.
+    On CUDA a step's report is copied to the host, and read when the next rate is asked for or
+    before a checkpoint: the device, which has the next step's passes to do, does not become idle.
+    `on_report` gets its numbers.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        lr_factor: Callable[[int], float],
-        on_report: Callable[[list[float]], object],
+        lr_factor: Callable[..., float],
+        on_report: Callable[..., object],
     ) -> None:
         self._optimizer, self._lr_factor, self._on_report = optimizer, lr_factor, on_report
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
