@@ -194,8 +194,8 @@ class Checkpointer:
         """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
 
         Call `save(step, every=...)` at the end of every step; a second signal acts at once. A
-        `with` block restores the handlers at its end. Only the main thread has signals. Over ranks
-        all have to call this; a signal to one is then a signal to all, within 10 steps.
+        `with` block restores the handlers at its end. Outside the main thread it does nothing.
+        Over ranks all have to call this; a signal to one is then one to all, within 10 steps.
 
         Args:
             numbers: of the module `signal`, in place of SIGTERM and SIGINT: SLURM's --signal sends

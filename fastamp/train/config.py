@@ -47,8 +47,9 @@ class TrainConfig:
     weight_decay: float = 0.01
     """Of the optimizer."""
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
-    """"adamw" or "adam", fused if possible, "sgd" or "adagrad"; or a callable of the parameters to
-    train, the loss's last, without `lr` and `weight_decay`; its rates cannot change in a run."""
+    """"adamw" or "adam", fused where torch supports it, "sgd" or "adagrad"; or a callable that
+    makes one of the parameters that require a gradient, those of the loss last, and ignores `lr`
+    and `weight_decay`. A run resumes only at its first rates."""
     schedule: str = "cosine"
     """Of the learning rate: "cosine" or "linear", which end at 0, or "constant"."""
     warmup_steps: int = 0
@@ -56,8 +57,8 @@ class TrainConfig:
     use_amp: bool | None = None
     """See `fastamp.compute_effective_precision`."""
     precision: str | int = "32-true"
-    """"32-true", which leaves dtypes alone, "bf16-mixed", or "16-mixed", which scales the loss. It
-    skips a step whose gradients are not finite; so does `max_norm` in any precision."""
+    """With `use_amp`: "32-true", which leaves dtypes alone, "bf16-mixed", or "16-mixed", which
+    scales the loss. It, or `max_norm`, skips a step whose gradients are not finite."""
     max_norm: float | None = 1.0
     """Largest norm of all gradients together; None does not clip."""
     accumulate: int = 1

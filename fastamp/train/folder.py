@@ -15,7 +15,10 @@ _NAME = re.compile(r"step-([0-9]{8,})\.pt")
 
 
 class Folder:
-    """The checkpoints of one run, with those it found; `keep` of the newest stay."""
+    """The checkpoints of one run, with those that it found: `keep` of the newest stay.
+
+    Nothing is written before `publish`.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int) -> None:
         if "://" in os.fspath(path):

@@ -280,17 +280,15 @@ class Loop:
         step = checkpointer.restore()
         if step is None:
             return checkpointer
-        self.saved_at = place.place
+        self.saved_at, at = place.place, f"step {step} of {self.end}"
         self.data.is_resumed = place.is_within and self.data.has_state
         place.epoch += place.is_within and not self.data.has_state  # the run ended within an epoch
         if place.has_trained and not (self.evaluates and place.evaluated_at != step):
             remedies = "more max_steps, epochs or patience continue it, another folder starts anew"
-            msg = (
-                f"{folder.path}: nothing is left to train at step {step} of {self.end}: {remedies}"
-            )
+            msg = f"{folder.path}: nothing is left to train at {at}: {remedies}"
             raise ValueError(msg)
         self.schedule.set_lr()  # of this run's length
-        self.resumed = f"{folder.path}: resumed at step {step} of {self.end}"
+        self.resumed = f"{folder.path}: resumed at {at}"
         self.resumed += f", its next learning rate is {self.schedule.read():g}"
         return checkpointer
 

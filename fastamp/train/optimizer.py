@@ -64,10 +64,7 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        lr_factor: Callable[..., float],
-        on_report: Callable[..., object],
+        self, optimizer: Optimizer, lr_factor: Callable[..., float], on_report: Callable[..., Any]
     ) -> None:
         self._optimizer, self._lr_factor, self._on_report = optimizer, lr_factor, on_report
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]

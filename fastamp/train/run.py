@@ -41,7 +41,7 @@ def fine_tune(
     losses are means over all, also of samples that pad a rank's part. Only the first rank logs
     to `config.tracker`. As many ranks resume bit-identically, except for buffers, which are the
     first rank's, and for the first sum of DDP on more than two. Another number, with as many steps
-    or more, resumes the rest of the epoch, with the first random numbers.
+    in all or more, resumes the rest of the epoch, with the first random numbers.
 
     Args:
         model: modules keep their modes; if it is in evaluation mode itself, all of them train.
