@@ -65,6 +65,14 @@ class StepReport:
         """Whether the optimizer left the parameters as they were; waits for the device."""
         return bool(self.found_inf.item())
 
+    def stacked(self) -> Tensor:
+        """Return norm, found_inf, clip_coef, factor and scale as one tensor."""
+        if self.values is None:
+            return torch.tensor([torch.nan, 0.0, 1.0, 1.0, 1.0])  # as `unread`
+        if isinstance(self.values, Tensor):
+            return self.values
+        return torch.stack([each.to(self.values[0].device) for each in self.values])
+
     def replace(self, **changed: Tensor) -> "StepReport":
         """Return a copy in which the statistics of these names are others."""
         names = ("norm", "found_inf", "clip_coef", "factor", "scale")

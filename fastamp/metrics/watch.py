@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from fastamp.metrics.series import ScalarStats
 from fastamp.metrics.sinks import Scalar, require
@@ -44,12 +43,7 @@ class ScalerWatch:
 
     def stepped(self) -> None:
         """Log the scaler's last step: in one tensor, since each costs a copy on its device."""
-        report = self._scaler.last_step
-        values = report.values  # of the core: the norm, found_inf, three more, at last the scale
-        if not isinstance(values, Tensor):
-            parts = report.norm, report.found_inf, report.scale
-            values = torch.stack([part.to(report.norm.device) for part in parts])
-        self._log(self._scalars_of, values, self._step)
+        self._log(self._scalars_of, self._scaler.last_step.stacked(), self._step)
 
     def updated(self) -> None:
         """Count a step."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,17 +20,18 @@ class Batches:
     """Batches on a device, each with the number of its samples."""
 
     def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool = False) -> None:
-        self._name, self._device = name, config.chosen_device
+        self._name, device = name, config.chosen_device
         self.loader: Any = _make_loader(data, config, shuffle=shuffle)
         if not hasattr(self.loader, "__iter__"):
             kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
             msg = f"{name}: expected {kinds}, got {type(data).__name__}"
             raise TypeError(msg)
-        if isinstance(self.loader, DataLoader) and shuffle and config.checkpoint_dir is not None:
-            self.loader.state_dict()  # raises an error if the position cannot be known
         self._is_moved = self.loader is not data  # ours, which moves them to the device
-        self.has_state = False  # with which the loader resumes within a pass
-        with suppress(AttributeError, TypeError):  # a position that cannot be known
+        # On the CPU a batch may be read at once.
+        self._move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
+        # With a state it resumes within a pass. The Checkpointer refuses ours without a position.
+        self.has_state = isinstance(self.loader, DataLoader)
+        with suppress(AttributeError, TypeError):
             self.has_state = self.loader.state_dict() is not None
         self.is_resumed = False  # a pass, of which no batch may be left
 
@@ -59,23 +61,15 @@ class Batches:
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
 
-    def _move(self, tensor: Tensor) -> Tensor:
-        # On the CPU a batch may be read at once.
-        return tensor.to(self._device, non_blocking=self._device.type != "cpu")
-
 
 def count_samples(batch: Any) -> int:
-    """Return how many samples a batch has: the length of its first column that is a tensor.
-
-    Without any its first list holds a value for each sample, as images of a size of their own.
-    """
-    if isinstance(batch, (list, tuple)):
-        columns: Any = batch
-    else:
+    """Return how many samples a batch has: the length of its first tensor, or else list."""
+    columns: Any = batch
+    if not isinstance(batch, (list, tuple)):
         columns = [*batch.values()] if isinstance(batch, Mapping) else [batch]
     for column in columns:
         if isinstance(column, Tensor):
-            return len(column) if column.ndim else 1
+            return column.shape[0] if column.ndim else 1
     lists = [column for column in columns if isinstance(column, (list, tuple))]
     tensors = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, Tensor) and leaf.ndim]
     return len((lists or tensors or [[None]])[0])
@@ -86,8 +80,7 @@ def _make_loader(data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
         return data
-    options: dict[str, Any] = {"shuffle": shuffle, "shard": ranks.has_group()}
-    if isinstance(data, IterableDataset):
-        options = {}
-    options |= {"num_workers": config.num_workers, "device": config.chosen_device}
+    options: dict[str, Any] = {"num_workers": config.num_workers, "device": config.chosen_device}
+    if not isinstance(data, IterableDataset):
+        options |= {"shuffle": shuffle, "shard": ranks.has_group()}
     return DataLoader(data, config.batch_size, seed=config.seed, **options)

@@ -35,10 +35,10 @@ class Checkpointer:
     kill or a loss of power. It holds the states of all that is given here, and of the random number
     generators of Python, NumPy, torch and CUDA. What is in the folder at first is this run's own.
 
-    If torch.distributed is initialized, every rank makes a Checkpointer and calls the same methods.
-    The first rank writes the file: of FSDP2's shards whole tensors, gathered one by one into its
-    host's memory, `loader` of each rank, the other parts and `metric` as on the first. Any number
-    of ranks that can read the folder restores it; as many ranks get their random numbers back.
+    Over ranks each makes a Checkpointer and calls the same methods. The first one writes the file:
+    of FSDP2's shards whole tensors, gathered one by one into its host's memory, `loader` of each
+    rank, the other parts and `metric` as on the first. Any number of ranks that can read the folder
+    restores it; as many get their random numbers back.
 
     Args:
         folder: is made at the first save; ~ is the home folder.
@@ -50,9 +50,8 @@ class Checkpointer:
         scheduler: of the learning rate.
         keep: how many of the newest checkpoints to keep.
         best: "min" or "max" also keeps the one with the lowest or highest `metric` of `save`.
-        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. If
-            it has `check_state_dict(state)`, that is called before anything is restored, and raises
-            a ValueError for a wrong state.
+        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. Its
+            `check_state_dict(state)`, if any, raises a ValueError before anything is restored.
 
     Raises:
         OSError: the folder cannot be read.
@@ -64,17 +63,13 @@ class Checkpointer:
     Example:
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> loader = fastamp.DataLoader(torch.randn(64, 4), 8, shuffle=True, seed=0)
-        >>> parts = {"model": model, "optimizer": optimizer, "loader": loader}
-        >>> checkpointer = fastamp.Checkpointer("run", **parts)
-        >>> step = checkpointer.restore() or 0
+        >>> checkpointer = fastamp.Checkpointer("run", model=model, optimizer=optimizer)
+        >>> done = checkpointer.restore() or 0
         >>> with checkpointer.on_signal():
-        ...     while step < 16:
-        ...         for batch in loader:
-        ...             model(batch).square().mean().backward()
-        ...             report = fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
-        ...             step += 1
-        ...             checkpointer.save(step, every=8)
+        ...     for step in range(done + 1, 17):
+        ...         model(torch.randn(8, 4)).square().mean().backward()
+        ...         report = fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
+        ...         checkpointer.save(step, every=8)
         >>> checkpointer.restore()
         16
     """
@@ -125,8 +120,7 @@ class Checkpointer:
         Args:
             step: how many steps are done, no less than the newest checkpoint has.
             every: steps between checkpoints; then call `save` at the end of every step.
-            metric: what `best` compares: a number, waited for if it is on a device. A save without
-                it is never the best.
+            metric: a number, which `best` compares, waited for on a device. None is never best.
 
         Raises:
             OSError: the checkpoint cannot be written, or another run has saved in the folder. A
@@ -157,8 +151,8 @@ class Checkpointer:
         warning, and removed after the next save. Reading runs no code of the file.
 
         Args:
-            only: the names of the parts to restore, as ("model",) for the weights of any run; "rng"
-                are the random numbers. None is every part, which the checkpoint has to have alike.
+            only: names of parts, as ("model",) for the weights of any run, and "rng" for the random
+                numbers. None is every part, which the checkpoint has to have alike.
             best: apply the best one; later ones are removed after the next save.
 
         Raises:
@@ -199,10 +193,9 @@ class Checkpointer:
     def on_signal(self, *numbers: int) -> Signals:
         """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
 
-        Call `save(step, every=...)` at the end of every step, so that a signal waits for one step
-        at most; a second one acts at once. `with checkpointer.on_signal():` restores the handlers
-        at the end. In any thread but the main one it does nothing. Over ranks all have to call
-        this; a signal to one is then a signal to all, within 10 steps.
+        Call `save(step, every=...)` at the end of every step; a second signal acts at once. A
+        `with` block restores the handlers at its end. Outside the main thread it does nothing.
+        Over ranks all have to call this; a signal to one is then one to all, within 10 steps.
 
         Args:
             numbers: of the module `signal`, in place of SIGTERM and SIGINT: SLURM's --signal sends
@@ -226,13 +219,12 @@ class Checkpointer:
         """Return the state that is the same on all ranks, and what is this rank's own."""
         best = self._best
         if metric is not None and self._mode is not None:
-            number = float(metric.item() if isinstance(metric, Tensor) else metric)
-            before = _SIGNS[self._mode] * math.inf if best is None else best["metric"]
-            if _SIGNS[self._mode] * (before - number) > 0:  # NaN is not better
+            sign, number = _SIGNS[self._mode], float(metric)
+            before = sign * math.inf if best is None else best["metric"]
+            if sign * (before - number) > 0:  # NaN is not better
                 best = {"step": step, "metric": number, "mode": self._mode}
         state = {"step": step, "best": best, **describe(self._parts)}
-        states = {name: part.state_dict() for name, part in self._parts.items()}
-        states["rng"] = rng_state()
+        states = {n: part.state_dict() for n, part in self._parts.items()} | {"rng": rng_state()}
         own = {n: to_saved(states.pop(n), keeps=True) for n in _OF_RANK if n in states}
         if ranks.count() > 1:
             pickle.dumps(own)  # an error after this one would let the other ranks wait

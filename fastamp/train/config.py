@@ -27,8 +27,7 @@ _NAMES |= {"mode": ("min", "max"), "precision": AUTOCAST}
 class TrainConfig:
     """The options of `fastamp.fine_tune`; every field has a default that works.
 
-    A step is one of the optimizer, of `accumulate` batches. Numbers may be NumPy's. A ValueError
-    names a wrong value.
+    A step has `accumulate` batches. Numbers may be NumPy's. A ValueError names a wrong value.
 
     Example:
         >>> config = fastamp.TrainConfig(max_steps=100, lr=3e-4, precision="bf16-mixed")
@@ -58,9 +57,8 @@ class TrainConfig:
     use_amp: bool | None = None
     """See `fastamp.compute_effective_precision`."""
     precision: str | int = "32-true"
-    """With `use_amp`, chooses "32-true", which leaves dtypes alone, "bf16-mixed", or "16-mixed",
-    which scales the loss. A step whose gradients are not finite is skipped, if there is a
-    `max_norm`, or in "16-mixed"."""
+    """With `use_amp`: "32-true", which leaves dtypes alone, "bf16-mixed", or "16-mixed", which
+    scales the loss. It, or `max_norm`, skips a step whose gradients are not finite."""
     max_norm: float | None = 1.0
     """Largest norm of all gradients together; None does not clip."""
     accumulate: int = 1
@@ -97,8 +95,7 @@ class TrainConfig:
     """The model has the weights of the best `metric` at the end. Each new best is saved, and its
     checkpoint kept; without `checkpoint_dir` a copy is on the host."""
     resume: bool = True
-    """Resumes from the newest checkpoint, see `max_steps`. With False a folder that has checkpoints
-    is a ValueError."""
+    """From the newest checkpoint, see `max_steps`. With False one in the folder is a ValueError."""
     progress: bool = True
     """Logs a line when the run begins and when it ends, and shows a bar on a terminal, if tqdm is
     installed. Without it only a run that is resumed logs a line."""

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fastamp._files import sync
@@ -15,9 +15,9 @@ _NAME = re.compile(r"step-([0-9]{8,})\.pt")
 
 
 class Folder:
-    """The checkpoints of one run, of which `keep` of the newest stay.
+    """The checkpoints of one run, with those that it found: `keep` of the newest stay.
 
-    All that is in the folder when the run begins is its own. Nothing is written before `publish`.
+    Nothing is written before `publish`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int) -> None:
@@ -58,8 +58,8 @@ class Folder:
                 part.unlink(missing_ok=True)
             self._own.add(step)
             sync(self.path)
-            kept = {*sorted(each for each in self._own if each <= step)[-self._keep :]}
-            kept |= {each for each in self._own if each == best}
+            newest = sorted(each for each in self._own if each <= step)[-self._keep :]
+            kept = {*newest} | (self._own & {best})
             for old in self._own - kept:
                 self.path_of(old).unlink(missing_ok=True)
             self._own = kept
@@ -74,8 +74,7 @@ class Folder:
             raise OSError(error.errno, msg) from error
 
     def _list(self) -> set[int]:
-        try:
+        names: list[str] = []
+        with suppress(FileNotFoundError):
             names = [path.name for path in self.path.iterdir()]
-        except FileNotFoundError:
-            return set()
         return {int(found[1]) for found in map(_NAME.fullmatch, names) if found}

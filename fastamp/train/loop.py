@@ -4,6 +4,7 @@ import errno
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastamp._progress import progress
 from fastamp.metrics import MetricsTracker
-from fastamp.step import GradScaler
+from fastamp.step import GradScaler, optimizer_step
 from fastamp.train import ranks
 from fastamp.train.batches import Batches
 from fastamp.train.checkpointer import Checkpointer
@@ -43,7 +44,7 @@ class Loop:
         self.data = Batches("train_data", train_data, config, shuffle=True)
         self.held_out = None if val_data is None else Batches("val_data", val_data, config)
         self.evaluates = self.held_out is not None or config.evaluate is not None
-        self.model_call = config.model_call or ModelCall(config.loss_fn)
+        call = self.model_call = config.model_call or ModelCall(config.loss_fn)
         self._check()
         n_batches, self.n_steps = self.data.n_batches, config.max_steps
         if self.n_steps is None and n_batches is not None:
@@ -51,17 +52,19 @@ class Loop:
         if self.n_steps is None and config.schedule != "constant":
             msg = f"schedule: {config.schedule!r} needs max_steps for data without a length"
             raise ValueError(msg)
+        self.end = self.n_steps or f"{config.epochs} epochs"
         if self.n_ranks == 1:
             model.to(self.device)
         # In evaluation DDP's own call would exchange buffers.
         self.evaluated: Any = model.module if ranks.is_ddp(model) else model
-        loss_fn = getattr(self.model_call, "loss_fn", None)
-        self.loss = find_loss(loss_fn, model, self.device)
+        self.loss = find_loss(getattr(call, "loss_fn", None), model, self.device)
         trained = nn.ModuleList([model] if self.loss is None else [model, self.loss])
         options = {"lr": config.lr, "weight_decay": config.weight_decay}
         self.optimizer = make_optimizer(trained, config.optimizer, **options)
-        self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
-        self.schedule = Schedule(self.optimizer, partial(config.lr_factor, total=self.n_steps))
+        self.is_scaled = self.precision == "16-mixed"
+        self.scaler = GradScaler(self.device.type, enabled=self.is_scaled)
+        lr_factor = partial(config.lr_factor, total=self.n_steps)
+        self.schedule = Schedule(self.optimizer, lr_factor, self._log_report)
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
         self.progress = Progress(config, self.n_steps, self.schedule)
         self.saved_at: tuple[int, ...] = ()
@@ -69,11 +72,13 @@ class Loop:
         self.best_weights: Any = None  # on the host, where no checkpoint has them
         self.resumed = ""
         self.checkpointer = None if config.checkpoint_dir is None else self._resume()
-        self.tracker.watch(self.scaler, first_step=self.progress.step + 1)
+        scales = self.tracker.summary().get("train/loss_scale")
+        self.scale = scales and scales.last  # as logged
         dtype = AUTOCAST[self.precision]
         # Around mixed steps autocast would not clear its cache: each call has its own.
         around: Any = torch.autocast(self.device.type, dtype) if dtype else lambda call: call
-        self.split, self.loss_of = around(self.model_call.split_for), around(self._loss_of)
+        self.split = around(call.split_for)
+        self.loss_of = around(lambda model, x, y: call.loss(call.forward(model, x), y))
         # DDP exchanges gradients in the last backward pass of a step only.
         self.no_sync: Any = getattr(model, "no_sync", nullcontext)
 
@@ -97,7 +102,7 @@ class Loop:
         """Train to the end."""
         config, is_first = self.config, ranks.rank() == 0
         if is_first and (config.progress or self.resumed):
-            said = self.resumed or f"fine_tune: begins at {self._at(0)}"
+            said = self.resumed or f"fine_tune: begins at step 0 of {self.end}"
             _LOG.warning("%s, on %s in %s", said, self.device, self.precision)
         signals: Any = nullcontext()
         if self.checkpointer is not None and self.data.has_state:  # else the last one stands
@@ -114,50 +119,39 @@ class Loop:
             _LOG.warning("fine_tune: %s", "; ".join(str(result).splitlines()))
         return result
 
-    def _at(self, step: int) -> str:
-        return f"step {step} of {self.n_steps or f'{self.config.epochs} epochs'}"
-
     def _run_epochs(self, advance: Any) -> None:
         self.optimizer.zero_grad()  # drop the gradients from before
         accumulate = self.config.accumulate
         while not self.progress.has_trained:
             self.data.set_epoch(self.progress.epoch)
-            self._compare_lengths()
-            batches, epoch_ends = iter(self.data), False
-            while not (epoch_ends or self.progress.has_trained):
+            for name, data in {"train_data": self.data, "val_data": self.held_out}.items():
+                lengths = ranks.gather(None if data is None else data.n_batches)
+                if len({*lengths}) > 1:
+                    msg = f"{name}: expected as many batches on every rank, got {lengths}"
+                    raise ValueError(msg)
+            batches, self.progress.is_within = iter(self.data), True
+            while self.progress.is_within and not self.progress.has_trained:
                 fetched = [*islice(batches, accumulate)]  # less are the last ones
-                epoch_ends = len(fetched) < accumulate
-                self.progress.epoch += epoch_ends
-                self.progress.is_within = not epoch_ends
+                self.progress.is_within = len(fetched) == accumulate
+                self.progress.epoch += not self.progress.is_within
                 if has_step := len(fetched) > 0:
                     self._train_step(fetched)
                     advance()
-                self._pause(has_step=has_step, epoch_ends=epoch_ends)
+                self._pause(has_step=has_step)
         self._pause(ends=True)  # while `batches` are held: their end would end the epoch
 
-    def _compare_lengths(self) -> None:
-        """Raise a ValueError on all ranks if they have unlike numbers of batches."""
-        for name, data in {"train_data": self.data, "val_data": self.held_out}.items():
-            lengths = ranks.gather(None if data is None else data.n_batches)
-            if len({*lengths}) > 1:
-                msg = f"{name}: expected as many batches on every rank, got {lengths}"
-                raise ValueError(msg)
-
-    def _pause(
-        self, *, has_step: bool = False, epoch_ends: bool = False, ends: bool = False
-    ) -> None:
+    def _pause(self, *, has_step: bool = False, ends: bool = False) -> None:
         """Evaluate, save and flush where they are due: without an interval, after an epoch."""
-        step, config = self.progress.step, self.config
-
-        def is_due(every: int | None) -> bool:
-            return ends or (epoch_ends if every is None else has_step and step % every == 0)
-
-        if is_due(config.eval_every) and self.progress.evaluated_at != step:
+        step, config, epoch_ends = self.progress.step, self.config, not self.progress.is_within
+        every = config.eval_every
+        is_due = epoch_ends if every is None else has_step and step % every == 0
+        if self.evaluates and (is_due or ends) and self.progress.evaluated_at != step:
             self._evaluate()
         if self.checkpointer is not None:
-            saves = config.keep_best and self.compared is not None
-            saves = saves or is_due(config.checkpoint_every)
-            if saves and self.saved_at != self.progress.place:
+            every = config.checkpoint_every
+            is_due = epoch_ends if every is None else has_step and step % every == 0
+            is_due |= ends or self.compared is not None
+            if is_due and self.saved_at != self.progress.place:
                 self.checkpointer.save(step, metric=self.compared)
                 self.saved_at = self.progress.place
             elif self.data.has_state:
@@ -167,8 +161,6 @@ class Loop:
 
     def _train_step(self, batches: list[tuple[Any, int]]) -> None:
         """Take a step of the optimizer, by the mean loss over this rank's targets of the step."""
-        self.progress.step += 1
-        self.compared = None
         parts, shares = [], []
         total: Any = 0
         for batch, n_samples in batches:
@@ -179,8 +171,8 @@ class Loop:
         while parts:
             inputs, target, n = parts.pop(0)
             with self.no_sync() if parts else _SYNC:
-                loss = share(self.loss_of(inputs, target), n, total)
-                torch.autograd.backward(self.scaler.scale(loss))
+                loss = share(self.loss_of(self.model, inputs, target), n, total)
+                torch.autograd.backward(self.scaler.scale(loss) if self.is_scaled else loss)
             shares.append(loss.detach())
         mean: Any = sum(shares[1:], shares[0])
         if not (isinstance(total, int) and total):
@@ -188,23 +180,35 @@ class Loop:
         if self.n_ranks > 1:
             dist.all_reduce(mean)
             mean /= self.n_ranks
-        step = self.progress.step
+        lr = self.schedule.read()  # and log the report of the step before
+        self.progress.step = step = self.progress.step + 1
+        self.compared = None
         self.tracker.log_scalar("train/loss", mean.item() if mean.is_cpu else mean, step)
-        self.tracker.log_scalar("train/lr", self.schedule.lr, step)
-        self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
-        self.schedule.advance(self.scaler.last_step.found_inf)
-        self.scaler.update()
+        self.tracker.log_scalar("train/lr", lr, step)
+        if self.is_scaled:
+            self.scaler.step(self.optimizer, max_norm=self.config.max_norm, zero_grad=True)
+            report = self.scaler.last_step
+            self.scaler.update()
+        else:
+            report = optimizer_step(self.optimizer, self.config.max_norm, zero_grad=True)
+        self.schedule.advance(report.stacked())
 
-    def _loss_of(self, inputs: Any, target: Any, model: Any = None) -> Tensor:
-        """Return the mean loss of a batch."""
-        return self.model_call.loss(self.model_call.forward(model or self.model, inputs), target)
+    def _log_report(self, numbers: list[float]) -> None:
+        """Log what the last step found."""
+        (norm, found_inf, *_, scale), step = numbers, self.progress.step
+        if self.is_scaled or self.config.max_norm is not None:
+            self.tracker.log_scalar("train/grad_norm", norm, step)
+        if found_inf:
+            self.tracker.log_scalar("train/gradient_overflow", 1.0, step)
+            self.tracker.log_scalar("train/skipped_steps", step - self.schedule.n_taken, step)
+        if self.is_scaled and scale != self.scale:
+            self.scale = scale
+            self.tracker.log_scalar("train/loss_scale", scale, step)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Evaluate, log the numbers, and find out whether the run ends."""
         config, numbers, step = self.config, {}, self.progress.step
-        if not self.evaluates:
-            return
         with modes_kept(self.model):
             self.model.eval()
             if self.held_out is not None:
@@ -219,9 +223,9 @@ class Loop:
             if config.metric not in numbers:
                 msg = f"metric: expected one of {', '.join(numbers)}, got {config.metric!r}"
                 raise ValueError(msg)
-            compared = numbers[config.metric]
-            self.compared = compared if self.progress.compare(compared) else None
-            if self.compared is not None and config.keep_best and self.checkpointer is None:
+            if self.progress.compare(numbers[config.metric]) and config.keep_best:
+                self.compared = numbers[config.metric]
+            if self.compared is not None and self.checkpointer is None:
                 on_host = partial(Tensor.to, device="cpu", copy=True)
                 self.best_weights = tree_map_only(Tensor, on_host, self.evaluated.state_dict())
         if config.on_evaluation is not None:
@@ -234,29 +238,26 @@ class Loop:
         for batch, n_samples in data:
             inputs, target = self.split(self.evaluated, batch)
             n = self.model_call.count(target, n_samples)
-            found.append((self.loss_of(inputs, target, self.evaluated), n))
+            found.append((self.loss_of(self.evaluated, inputs, target), n))
         counted = [(float(loss), float(n)) for loss, n in found if n]  # waits once, at the end
         sums = ranks.gather((sum(loss * n for loss, n in counted), sum(n for _, n in counted)))
         total = sum(n for _, n in sums)
         return sum(loss for loss, _ in sums) / total if total else math.nan
 
     def _make_result(self) -> TrainResult:
-        known = self.tracker.summary()
-
-        def curve(name: str) -> Curve:
-            return Curve(*self.tracker.history(name)) if name in known else Curve()
-
-        skipped = known.get("train/skipped_steps")
-        evaluated = {name for name in known if name.startswith("val/")} - {"val/loss"}
+        self.schedule.read()  # the last step's report
+        names = self.tracker.summary()
+        curves = defaultdict(Curve, {n: Curve(*self.tracker.history(n)) for n in names})
+        evaluated = {name for name in names if name.startswith("val/")} - {"val/loss"}
         return TrainResult(
-            train_loss=curve("train/loss"),
-            val_loss=curve("val/loss"),
-            metrics={name[4:]: curve(name) for name in evaluated},
-            grad_norm=curve("train/grad_norm"),
-            loss_scale=curve("train/loss_scale"),
-            lr=curve("train/lr"),
+            train_loss=curves["train/loss"],
+            val_loss=curves["val/loss"],
+            metrics={name[4:]: curves[name] for name in evaluated},
+            grad_norm=curves["train/grad_norm"],
+            loss_scale=curves["train/loss_scale"],
+            lr=curves["train/lr"],
             steps=self.progress.step,
-            skipped_steps=int(skipped.last) if skipped else 0,
+            skipped_steps=self.progress.step - self.schedule.n_taken,
             best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             precision=self.precision,
         )
@@ -273,23 +274,22 @@ class Loop:
             raise ValueError(msg)
         parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         parts |= {"scaler": self.scaler, "progress": place, "tracker": self.tracker}
-        parts |= {"loader": self.data.loader} if self.data.has_state else {}
-        parts["loss_fn"] = self.loss
+        parts |= {"loss_fn": self.loss, "loader": self.data.loader if self.data.has_state else None}
         best = config.mode if config.keep_best else None
         checkpointer = Checkpointer(folder.path, keep=config.keep, best=best, **parts)
         step = checkpointer.restore()
         if step is None:
             return checkpointer
-        self.saved_at = place.place
+        self.saved_at, at = place.place, f"step {step} of {self.end}"
         self.data.is_resumed = place.is_within and self.data.has_state
         place.epoch += place.is_within and not self.data.has_state  # the run ended within an epoch
         if place.has_trained and not (self.evaluates and place.evaluated_at != step):
             remedies = "more max_steps, epochs or patience continue it, another folder starts anew"
-            msg = f"{folder.path}: nothing is left to train at {self._at(step)}: {remedies}"
+            msg = f"{folder.path}: nothing is left to train at {at}: {remedies}"
             raise ValueError(msg)
         self.schedule.set_lr()  # of this run's length
-        self.resumed = f"{folder.path}: resumed at {self._at(step)}"
-        self.resumed += f", its next learning rate is {self.schedule.lr:g}"
+        self.resumed = f"{folder.path}: resumed at {at}"
+        self.resumed += f", its next learning rate is {self.schedule.read():g}"
         return checkpointer
 
     def _hand_on(self, scalars: list[Any]) -> None:

@@ -44,9 +44,8 @@ class ModelCall:
     def split_for(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return `split(batch)`, with what depends on the model.
 
-        The "labels" of tokens are shifted, so that each token's target is the next label, if the
-        model declares itself a causal language model: its class is named "...ForCausalLM" or
-        "...LMHeadModel", as in Transformers, or it has `loss_type = "ForCausalLM"`.
+        The "labels" of tokens are shifted, so that each token's target is the next label, for a
+        class named "...ForCausalLM" or "...LMHeadModel", or with `loss_type = "ForCausalLM"`.
         """
         inputs, target = self.split(batch)
         if isinstance(inputs, (tuple, Tensor)) or not isinstance(inputs, Mapping):
@@ -90,8 +89,8 @@ class ModelCall:
         """Return how many targets of a batch count: the weight of its loss, which is their mean.
 
         The elements of the target, without -100 where they are integers; `n_samples` if it is no
-        tensor. A loss that leaves out others, or that is no mean, needs a `count` of its own: 0, or
-        a 0-dim tensor on the target's device, which is not waited for.
+        tensor. A loss that leaves out others, or is no mean, needs a `count` of its own: 0, or a
+        0-dim tensor on the target's device, which is not waited for.
         """
         if not isinstance(target, Tensor):
             return n_samples
@@ -101,10 +100,7 @@ class ModelCall:
         return n_counted if n_counted.is_cuda else int(n_counted)
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
-        """Call the model: with keywords for a mapping, with several arguments for a tuple.
-
-        "labels" are passed only if the model's `forward` has such an argument.
-        """
+        """Call the model: a mapping by keyword, "labels" if it takes them; a tuple by position."""
         if isinstance(inputs, tuple):
             return model(*inputs)
         if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
@@ -116,9 +112,7 @@ class ModelCall:
         return output[::-1] if is_last else output
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        """Return the loss: 0-dim, computed in float32, or in float64 if the predictions are.
-
-        The first of these that applies:
+        """Return the 0-dim loss, in float32 or the predictions' float64: the first that applies.
 
         1. `loss_fn`, called with the predictions: the output, its "logits" (attribute or key), or
            the first element of a tuple.

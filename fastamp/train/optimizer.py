@@ -37,8 +37,7 @@ def make_optimizer(
     groups = made.param_groups if isinstance(made, Optimizer) else [{"params": [None]}]
     known = {*map(id, trained.parameters())}
     if any(id(p) not in known for group in groups for p in group["params"]):
-        wanted = "a callable that returns an Optimizer of parameters of the model or of loss_fn"
-        msg = f"optimizer: expected {wanted}, got {made!r:.200}"
+        msg = f"optimizer: expected a callable that makes one of its parameters, got {made!r:.200}"
         raise ValueError(msg)
     return made  # type: ignore[no-any-return]
 
@@ -51,8 +50,7 @@ def find_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> nn.Module
     known = {*map(id, model.parameters()), *map(id, model.buffers())}
     own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in known]
     if ranks.count() > 1 and any(tensor.requires_grad for tensor in own):
-        has = f"{type(loss).__name__} has parameters, which ranks do not share"
-        msg = f"loss_fn: {has}: train a model that holds it and returns its loss"
+        msg = f"loss_fn: ranks share no parameters of {type(loss).__name__}: put it into the model"
         raise ValueError(msg)
     return loss.to(device) if own else None
 
@@ -60,44 +58,45 @@ def find_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> nn.Module
 class Schedule:
     """The learning rate, which advances after a step that was taken.
 
-    The flag `found_inf` of a step is read when the next step's rate is asked for, or before a
-    checkpoint. On CUDA it is copied to the host meanwhile: the device, which then still has the
-    next step's passes to do, does not become idle.
+    On CUDA a step's report is copied to the host, and read when the next rate is asked for or
+    before a checkpoint: the device, which has the next step's passes to do, does not become idle.
+    `on_report` gets its numbers.
     """
 
-    def __init__(self, optimizer: Optimizer, lr_factor: Callable[[int], float]) -> None:
-        self._optimizer, self._lr_factor = optimizer, lr_factor
+    def __init__(
+        self, optimizer: Optimizer, lr_factor: Callable[..., float], on_report: Callable[..., Any]
+    ) -> None:
+        self._optimizer, self._lr_factor, self._on_report = optimizer, lr_factor, on_report
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self.n_taken = 0  # steps, without the last one while its flag is not read
-        # That flag, and on CUDA the event of its copy into pinned memory.
+        self.n_taken = 0  # steps, without the last one while its report is not read
+        # That report, and on CUDA the event of its copy into pinned memory.
         self._unread: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.set_lr()
 
-    @property
-    def lr(self) -> float:
-        """The next step's rate, of the first group."""
-        self.read_flag()
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    def advance(self, found_inf: Tensor) -> None:
-        """Advance after a step, unless it was skipped."""
-        self.read_flag()
+    def advance(self, report: Tensor) -> None:
+        """Advance after a step, unless it was skipped: its report is (norm, found_inf, ...)."""
+        self.read()
         copied = None
-        if found_inf.is_cuda:
-            # torch copies on the current stream of the flag's device, after the step.
+        if report.is_cuda:
+            # torch copies on the current stream of the report's device, after the step.
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            found_inf, device = found_inf.to("cpu", non_blocking=True), found_inf.device
+            report, device = report.to("cpu", non_blocking=True), report.device
             copied.record(torch.cuda.current_stream(device))
-        self._unread = found_inf, copied
+        self._unread = report, copied
+        if copied is None:
+            self.read()
 
-    def read_flag(self) -> None:
-        """Advance after the last step, if its flag has not been read yet."""
+    def read(self) -> float:
+        """Advance after the last step, if that is still to be done; return the next rate."""
         if self._unread is not None:
-            (found_inf, copied), self._unread = self._unread, None
+            (report, copied), self._unread = self._unread, None
             if copied is not None:
                 copied.synchronize()
-            self.n_taken += not found_inf.item()
+            numbers = report.tolist()
+            self.n_taken += not numbers[1]
+            self._on_report(numbers)
             self.set_lr()
+        return float(self._optimizer.param_groups[0]["lr"])
 
     def set_lr(self) -> None:
         """Set the learning rates of the next step."""

@@ -5,9 +5,8 @@ import torch
 _NAMES = ["64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"]
 _NAMES += ["transformer-engine", "transformer-engine-float16"]
 ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-ALIASES |= {"None": "32-true", "no": "32-true", "fp16": "16-mixed"}
-ALIASES |= {"torch.float64": "64-true", "torch.float32": "32-true"}
-ALIASES |= {"torch.float16": "16-mixed", "torch.bfloat16": "bf16-mixed"}
+ALIASES |= {"None": "32-true", "no": "32-true", "fp16": "16-mixed", "torch.float64": "64-true"}
+ALIASES |= {"torch.float32": "32-true", "torch.float16": "16-mixed", "torch.bfloat16": "bf16-mixed"}
 
 
 def compute_effective_precision(
@@ -18,17 +17,16 @@ def compute_effective_precision(
 ) -> str:
     """Return Lightning's full name of a requested precision and a switch for mixed precision.
 
-    With `use_amp=None` the result is `requested`, on every device (Lightning itself replaces
-    "16-mixed" by bf16 on a CPU). With True and a GPU it is `requested` made mixed: bf16 stays bf16,
-    Transformer Engine is left as it is, anything else is "16-mixed". Otherwise it is full
-    precision: "32-true", or "64-true" where that was requested.
+    With `use_amp=None` the result is `requested` on every device; Lightning itself replaces
+    "16-mixed" by bf16 on a CPU. With True and a GPU it is `requested` made mixed: bf16 stays bf16,
+    Transformer Engine stays, anything else is "16-mixed". Otherwise it is "32-true", or "64-true"
+    where that was requested.
 
     Args:
-        requested: one of Lightning's names, as "bf16-mixed", or of its old ones: 64, 32, 16
-            ("16-mixed") and "bf16" ("bf16-mixed"), as numbers or strings; Accelerate's "no" and
-            "fp16"; a torch.dtype, as of autocast; or None: "32-true".
-        use_amp: switches mixed precision on or off; None leaves it to `requested`.
-        cuda_available: whether there is a GPU; None asks torch, if the result depends on it.
+        requested: one of Lightning's names, as "bf16-mixed", also an old one, as 16 ("16-mixed"),
+            "16" or "bf16"; Accelerate's "no" or "fp16"; a torch.dtype; or None: "32-true".
+        use_amp: None leaves it to `requested`.
+        cuda_available: None asks torch, if the result depends on it.
         use_gpu: whether the run would use a GPU.
 
     Raises:
@@ -37,8 +35,6 @@ def compute_effective_precision(
     Example:
         >>> fastamp.compute_effective_precision("32-true", use_amp=True, cuda_available=True)
         '16-mixed'
-        >>> fastamp.compute_effective_precision("16-mixed", use_amp=True, cuda_available=False)
-        '32-true'
     """
     name = ALIASES.get(str(requested), str(requested))
     if name not in _NAMES:

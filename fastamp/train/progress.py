@@ -35,8 +35,7 @@ class Progress:
     @property
     def has_trained(self) -> bool:
         """Whether no step is left, or `patience` or the user's callback has ended the run."""
-        config = self._config
-        has_steps = self.epoch < config.epochs
+        config, has_steps = self._config, self.epoch < self._config.epochs
         if config.max_steps is not None:
             has_steps = self.step < config.max_steps
         return not has_steps or self.is_stopped or self.n_worse >= (config.patience or math.inf)
@@ -49,11 +48,10 @@ class Progress:
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place and the options, after the last step's flag, which changes the rate."""
-        self._schedule.read_flag()
-        places = {"place": self.place, "n_taken": self._schedule.n_taken}
-        best = {"best": self.best, "n_worse": self.n_worse}
-        return {"config": self._fixed, "n_ranks": ranks.count(), **places, **best}
+        """Return the place and the options, once the last report has changed the rate."""
+        self._schedule.read()
+        counts = {"n_taken": self._schedule.n_taken, "best": self.best, "n_worse": self.n_worse}
+        return {"config": self._fixed, "n_ranks": ranks.count(), "place": self.place} | counts
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""

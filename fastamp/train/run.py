@@ -22,35 +22,34 @@ def fine_tune(
 
     1. The model moves to the device. A run in `config.checkpoint_dir` is resumed, as the log says.
     2. A step: for each of `config.accumulate` batches forward and loss under autocast, and backward
-       of the scaled loss; then unscale, check, clip and step at once. The gradient is that of the
-       mean over the step's targets, without those that are -100 (`ModelCall.count`): one batch of 8
-       or two of 4 make no difference. If none counts, the gradients are 0 and the loss is NaN. The
-       learning rate advances after a step that was taken.
+       of the scaled loss; then unscale, check, clip and step at once. The loss is the mean over the
+       step's targets that are not -100 (`ModelCall.count`): one batch of 8 equals two of 4; without
+       any it is NaN, and gradients are 0. The learning rate advances after a step that was taken.
     3. After every epoch, or as often as the config says: evaluation in the same precision, and a
        checkpoint. `config.patience` or `config.on_evaluation` may end the run.
 
-    With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
-    and a checkpoint is written; a second signal acts at once. On a CPU a run that is interrupted or
-    killed, and resumed, is bit-identical, except for random numbers that worker processes, or a
-    loader other than fastamp's, draw within an epoch. Of a loader without a `state_dict`, as
-    torch's, checkpoints are written at the end of an epoch and of the run, and signals act at once.
+    With a checkpoint folder SIGTERM and Ctrl-C wait for the step, its evaluation and a checkpoint;
+    a second signal acts at once. On a CPU a run that is resumed is bit-identical, except for random
+    numbers that worker processes, or a loader other than fastamp's, draw within an epoch. Of a
+    loader without a `state_dict`, as torch's, checkpoints are written at the end of an epoch and of
+    the run, and signals act at once.
 
-    Over ranks every rank calls this with the same arguments, and with a model on its device that is
-    in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
-    the ranks; a loader must yield the rank's part, and as many batches as on the others. As in
-    torch, gradients and training losses are means over the ranks, each of its own targets;
-    validation losses are means over all, also of samples that pad a rank's part. Only the first
-    rank logs to `config.tracker`. As many ranks resume bit-identically, except for buffers, of
-    which the first rank's are kept, and for the first sum of DDP on more than two. Another number,
-    with as many steps in all or more, resumes the rest of the epoch, with the first random numbers.
+    Over ranks each calls this with the same arguments, and a model on its device in
+    DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
+    them; a loader must yield the rank's part, and as many batches as on the others. As in torch,
+    gradients and training losses are means over the ranks, each of its own targets; validation
+    losses are means over all, also of samples that pad a rank's part. Only the first rank logs
+    to `config.tracker`. As many ranks resume bit-identically, except for buffers, which are the
+    first rank's, and for the first sum of DDP on more than two. Another number, with as many steps
+    in all or more, resumes the rest of the epoch, with the first random numbers.
 
     Args:
         model: modules keep their modes; if it is in evaluation mode itself, all of them train.
-        train_data: a Dataset, as a list of samples is one, or tensors (one, or a tuple or dict of
-            them), which are shuffled; a DataLoader; or any other iterable of batches, see
-            `ModelCall.split`, as `torch.utils.data.DataLoader(batches, batch_size=None)` for a
-            list. `set_epoch(epoch)` of the loader or else of its samplers, and of its dataset, is
-            called before each epoch, from 0.
+        train_data: a Dataset, such as a list of samples, or tensors (one, a tuple or a dict), which
+            are shuffled; a DataLoader; or another iterable of batches, see `ModelCall.split`:
+            `torch.utils.data.DataLoader(batches, batch_size=None)` for a list. `set_epoch(epoch)`
+            of the loader or else its samplers, and of its dataset, is called before each epoch,
+            from 0.
         val_data: as `train_data`, but not shuffled; None evaluates nothing.
         config: None is `TrainConfig()`.
 
@@ -59,8 +58,8 @@ def fine_tune(
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: the model, the config, the data or the model's output are of a wrong kind.
         ValueError: there is no batch or no parameter to train, shapes or options do not fit, ranks
-            have unlike numbers of batches, or the run in `config.checkpoint_dir` has finished; the
-            model has that run's weights then.
+            have unlike numbers of batches, or the run in `config.checkpoint_dir` has finished: then
+            the model has its weights.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))

@@ -17,8 +17,7 @@ class Signals:
     def __init__(self, numbers: Iterable[int]) -> None:
         in_main = threading.current_thread() is threading.main_thread()
         handlers = {number: signal.getsignal(number) for number in numbers if in_main}
-        ignored = (signal.SIG_IGN, None)
-        self._handlers = {n: each for n, each in handlers.items() if each not in ignored}
+        self._handlers = {n: h for n, h in handlers.items() if h not in (signal.SIG_IGN, None)}
         self.received: int | None = None  # the latest one
         self._set(self._receive)
 

@@ -41,10 +41,7 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_file(path: Path, *, compares_sums: bool = True) -> dict[str, Any]:
-    """Return the state in a file; its tensors are read from the disk where they are used.
-
-    A DamagedError says that it is not whole, any other CheckpointError that it cannot be read.
-    """
+    """Return the state in a file; a DamagedError says that it is not whole."""
     try:
         state = _load(path, compares_sums=compares_sums)
     except Exception as error:  # unpickling a damaged file can raise anything

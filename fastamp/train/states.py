@@ -23,11 +23,10 @@ def to_saved(state: Any, *, keeps: bool) -> Any:
         whole = leaf.full_tensor()
         return whole.cpu() if keeps else None
 
-    versions = getattr(state, "_metadata", None)  # of a model's modules
-    state = tree_map(saved, state)
-    if versions is not None:
-        state._metadata = versions
-    return state
+    whole = tree_map(saved, state)
+    if hasattr(state, "_metadata"):  # the versions of a model's modules
+        whole._metadata = state._metadata
+    return whole
 
 
 def load_part(part: Any, state: Any) -> None:
@@ -41,10 +40,7 @@ def load_part(part: Any, state: Any) -> None:
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state: as shards beside shards, and in the dtypes that were saved.
-
-    torch casts them to the parameter's, where Adafactor has float32. A lean optimizer does not.
-    """
+    """Load an optimizer's state: as shards beside shards, and in the dtypes that were saved."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     places = [place for group in state["param_groups"] for place in group["params"]]
     pairs = zip(places, parameters, strict=False)  # torch compares the lengths
@@ -65,7 +61,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         is_cast = isinstance(saved, Tensor) and loaded.dtype != saved.dtype
         return saved.to(loaded.device, copy=True) if is_cast else loaded
 
-    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:  # it casts to the parameter's
         for place, parameter in of_places.items():
             loaded = optimizer.state[parameter]
             optimizer.state[parameter] = tree_map(in_saved_dtype, loaded, states[place])

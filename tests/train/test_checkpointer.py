@@ -364,6 +364,6 @@ def test_a_stream_that_workers_read_is_refused_at_the_start(tmp_path):
     loader = fastamp.DataLoader(Stream([torch.zeros(2)]), 1, num_workers=1)
     with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
         fastamp.Checkpointer(tmp_path, model=make_model(), loader=loader)
-    config = fastamp.TrainConfig(epochs=1, checkpoint_dir=tmp_path)
+    config = fastamp.TrainConfig(epochs=1, checkpoint_dir=tmp_path, schedule="constant")
     with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
         fastamp.fine_tune(make_model(), loader, config=config)

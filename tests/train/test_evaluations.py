@@ -69,7 +69,8 @@ def test_folds_with_auc_and_early_stopping_are_those_written_by_hand():
         expected = by_hand(k, 2)
         result = by_fine_tune(k, patience=2)
         assert result.metrics["auc"].values.tolist() == expected
-        assert result.steps == len(expected)
+        assert (result.steps, result.skipped_steps) == (len(expected), 0)
+        assert len(result.grad_norm.steps) == 0
         lengths.add(len(expected))
     assert min(lengths) < EPOCHS
 
@@ -97,8 +98,8 @@ def test_the_best_checkpoint_is_that_of_the_metric(mode, best, tmp_path):
     assert result.best_checkpoint == tmp_path / f"step-{best:08}.pt"
 
 
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_the_model_has_the_best_weights_at_the_end(has_folder, tmp_path):
+@pytest.mark.parametrize(("has_folder", "keep_best"), [(False, True), (True, True), (False, False)])
+def test_the_model_has_the_best_weights_at_the_end(has_folder, keep_best, tmp_path):
     numbers, weights = iter([0.1, 0.3, 0.2]), []
 
     def evaluate(model):
@@ -106,11 +107,12 @@ def test_the_model_has_the_best_weights_at_the_end(has_folder, tmp_path):
         return {"auc": next(numbers)}
 
     model, (data, _) = make_model(), fold(0)
-    fields = {"keep_best": True, "metric": "auc", "mode": "max"}
+    fields = {"keep_best": keep_best, "patience": 3, "metric": "auc", "mode": "max"}
     fields["checkpoint_dir"] = tmp_path if has_folder else None
     fine_tune(model, data, config=TrainConfig(evaluate=evaluate, device="cpu", **fields))
-    assert all(map(torch.equal, model.state_dict().values(), weights[1]))
-    assert not any(map(torch.equal, model.state_dict().values(), weights[2]))
+    expected, other = (weights[1], weights[2]) if keep_best else (weights[2], weights[1])
+    assert all(map(torch.equal, model.state_dict().values(), expected))
+    assert not any(map(torch.equal, model.state_dict().values(), other))
 
 
 def test_a_callback_sees_each_evaluation_and_ends_the_run():

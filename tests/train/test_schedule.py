@@ -25,31 +25,31 @@ SHORT = {"max_steps": 20, "device": "cpu"}
 ADVANCE = Schedule.advance
 
 
-class FlagOnGpu:
-    """What is asked of found_inf on CUDA."""
+class ReportOnGpu:
+    """What is asked of a step's report on CUDA."""
 
     is_cuda, device = True, torch.device("cuda", 0)
 
-    def __init__(self, gpu, found_inf):
-        self.gpu, self.found_inf = gpu, found_inf
+    def __init__(self, gpu, report):
+        self.gpu, self.report = gpu, report
 
     def to(self, device, *, non_blocking):
         assert device == "cpu"
         assert non_blocking
-        return self.gpu.copy(self.found_inf)
+        return self.gpu.copy(self.report)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Let the flags lie on a GPU that tests play: one that is read too early is NaN."""
+    """Let the reports lie on a GPU that tests play: one that is read too early is NaN."""
     gpu = FakeGpu()
     install(gpu, monkeypatch)
 
-    def advance_there(schedule, found_inf):
+    def advance_there(schedule, report):
         gpu.work(5.0)
         waits = gpu.waits
-        ADVANCE(schedule, FlagOnGpu(gpu, found_inf))
-        assert gpu.waits == waits  # the flag before has been read by then, this one has not
+        ADVANCE(schedule, ReportOnGpu(gpu, report))
+        assert gpu.waits == waits  # the report before has been read by then, this one has not
 
     monkeypatch.setattr(Schedule, "advance", advance_there)
     return gpu
@@ -69,7 +69,7 @@ def make(lr_factor=halved):
     """Return a parameter, its optimizer and its schedule."""
     parameter = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    return parameter, optimizer, Schedule(optimizer, lr_factor)
+    return parameter, optimizer, Schedule(optimizer, lr_factor, lambda _: None)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
@@ -82,16 +82,17 @@ def test_each_step_has_the_rate_of_torchs_schedule_and_nothing_waits_for_it(kind
     (parameter, optimizer, schedule), (expected, stock, _) = make(lr_factor), make()
     by_torch = LambdaLR(stock, lr_factor)
     for step in range(STEPS):
-        assert schedule.lr == stock.param_groups[0]["lr"]
-        assert place is None or place.waits == step  # for the flags of the steps before
+        assert schedule.read() == stock.param_groups[0]["lr"]
+        assert place is None or place.waits == step  # for the reports of the steps before
         for each in (parameter, expected):
             each.grad = torch.tensor(math.inf if step in OVERFLOWS else 1.0)
-        schedule.advance(fastamp.optimizer_step(optimizer, 10.0).found_inf)
+        report = fastamp.optimizer_step(optimizer, 10.0)
+        schedule.advance(torch.stack([report.norm, report.found_inf]))
         if step not in OVERFLOWS:
             stock.step()
             by_torch.step()
         assert parameter.item() == pytest.approx(expected.item())
-    assert schedule.lr == stock.param_groups[0]["lr"]
+    assert schedule.read() == stock.param_groups[0]["lr"]
 
 
 @pytest.mark.filterwarnings("error")  # as torch's, of a schedule that steps before its optimizer
@@ -103,7 +104,7 @@ def test_a_run_on_a_gpu_is_that_on_the_cpu_and_asks_once_a_step(gpu):
     n_skipped = expected[-1]
     assert 0 < n_skipped < 20  # else there is nothing to wait for
     assert outcome(*run(**SHORT)) == expected
-    assert gpu.waits == 19  # the last flag is nobody's
+    assert gpu.waits == 20
 
 
 @pytest.mark.parametrize("step", [2, 7, 13])
@@ -146,20 +147,20 @@ def advance_on_streams(seed):
             before, stream = model.current_stream(1), model.rng.choice(streams)
             stream.wait_stream(before)
             with torch.cuda.stream(stream):
-                found_inf = torch.empty((), device="cuda:1").fill_(float(step in OVERFLOWS))
-                schedule.advance(found_inf)
-                del found_inf  # its memory, and the flag's, may be used again
+                report = torch.empty(2, device="cuda:1").fill_(float(step in OVERFLOWS))
+                schedule.advance(report)
+                del report  # its memory, and the copy's, may be used again
                 n_taken += step not in OVERFLOWS
                 if model.rng.random() < 0.7:
-                    assert schedule.lr == 0.5**n_taken
+                    assert schedule.read() == 0.5**n_taken
             model.set_stream(stream)
-        schedule.read_flag()
+        schedule.read()
     assert optimizer.param_groups[0]["lr"] == 0.5**n_taken
     assert model.num_staged == 0
     return model.found
 
 
-def test_a_flag_has_arrived_when_it_is_read():
+def test_a_report_has_arrived_when_it_is_read():
     for seed in range(20):
         assert advance_on_streams(seed) == [], seed
 
@@ -174,6 +175,6 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("fault", BREAKS)
-def test_a_flag_that_may_not_have_arrived_is_found(fault, monkeypatch):
+def test_a_report_that_may_not_have_arrived_is_found(fault, monkeypatch):
     monkeypatch.setattr(Event, *BREAKS[fault])
     assert any("a read of pinned" in each for each in advance_on_streams(0))
