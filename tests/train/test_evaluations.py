@@ -85,7 +85,7 @@ def test_patience_is_resumed_and_a_run_that_it_ended_has_finished(tmp_path):
     by_fine_tune(0, tmp_path, epochs=3, evaluate=evaluate, patience=2)
     result = by_fine_tune(0, tmp_path, evaluate=evaluate, patience=2)
     assert result.metrics["auc"].values.tolist() == numbers[:4]
-    with pytest.raises(ValueError, match=r"at step 4 of .*: more max_steps, epochs or patience"):
+    with pytest.raises(ValueError, match=r"at step 4 of 12: more patience resumes, another"):
         by_fine_tune(0, tmp_path, evaluate=evaluate, patience=2)
 
 
@@ -108,7 +108,9 @@ def test_the_model_has_the_best_weights_at_the_end(has_folder, tmp_path):
     model, (data, _) = make_model(), fold(0)
     fields = {"keep_best": True, "metric": "auc", "mode": "max"}
     fields["checkpoint_dir"] = tmp_path if has_folder else None
-    fine_tune(model, data, config=TrainConfig(evaluate=evaluate, device="cpu", **fields))
+    result = fine_tune(model, data, config=TrainConfig(evaluate=evaluate, device="cpu", **fields))
+    assert "\nauc: 0.1 to 0.2, min 0.1" in str(result)
+    assert str(result).endswith("\nbest: step-00000004") == has_folder
     assert all(map(torch.equal, model.state_dict().values(), weights[1]))
     assert not any(map(torch.equal, model.state_dict().values(), weights[2]))
 
@@ -120,19 +122,23 @@ def test_a_callback_sees_each_evaluation_and_ends_the_run():
         seen.append((step, sorted(numbers)))
         return step == 4
 
+    def evaluate(model):
+        in_float32 = model(data[0]).dtype != torch.bfloat16
+        return {"training": model.training, "grad": torch.is_grad_enabled(), "wide": in_float32}
+
     data, held_out = fold(0)
-    config = {"batch_size": 8, "eval_every": 2, "on_evaluation": look, "device": "cpu"}
-    config |= {
-        "evaluate": lambda model: {"training": model.training, "grad": torch.is_grad_enabled()}
-    }
+    config = {"batch_size": 8, "eval_every": 2, "on_evaluation": look, "evaluate": evaluate}
+    config |= {"precision": "bf16-mixed", "device": "cpu"}
     result = fine_tune(make_model(), data, held_out, TrainConfig(**config))
-    assert seen == [(2, ["grad", "loss", "training"]), (4, ["grad", "loss", "training"])]
+    assert seen == [(step, ["grad", "loss", "training", "wide"]) for step in (2, 4)]
     assert result.steps == 4
-    assert not any(result.metrics["training"].values)
-    assert not any(result.metrics["grad"].values)
+    assert not any(curve.values.any() for curve in result.metrics.values())
 
 
 def test_a_metric_that_nobody_computes_is_refused():
+    for returned in (1.0, {"auc": "b"}):
+        with pytest.raises(TypeError, match=f"evaluate: expected named numbers, .* got {returned}"):
+            by_fine_tune(0, evaluate=lambda _, returned=returned: returned)
     with pytest.raises(ValueError, match="metric: expected one of auc, got 'f1'"):
         by_fine_tune(0, metric="f1", patience=1)
     for name, value in {"patience": 1, "keep_best": True}.items():
