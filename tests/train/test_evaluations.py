@@ -97,21 +97,22 @@ def test_the_best_checkpoint_is_that_of_the_metric(mode, best, tmp_path):
     assert result.best_checkpoint == tmp_path / f"step-{best:08}.pt"
 
 
+@pytest.mark.parametrize(("metric", "mode", "best"), [("auc", "max", 1), ("loss", None, 0)])
 @pytest.mark.parametrize("has_folder", [False, True])
-def test_the_model_has_the_best_weights_at_the_end(has_folder, tmp_path):
+def test_the_model_has_the_best_weights_at_the_end(metric, mode, best, has_folder, tmp_path):
     numbers, weights = iter([0.1, 0.3, 0.2]), []
 
     def evaluate(model):
         weights.append([tensor.clone() for tensor in model.state_dict().values()])
-        return {"auc": next(numbers)}
+        return {metric: next(numbers)}
 
     model, (data, _) = make_model(), fold(0)
-    fields = {"keep_best": True, "metric": "auc", "mode": "max"}
+    fields = {"keep_best": True, "metric": metric, "mode": mode, "evaluate": evaluate}
     fields["checkpoint_dir"] = tmp_path if has_folder else None
-    result = fine_tune(model, data, config=TrainConfig(evaluate=evaluate, device="cpu", **fields))
-    assert "\nauc: 0.1 to 0.2, min 0.1" in str(result)
-    assert str(result).endswith("\nbest: step-00000004") == has_folder
-    assert all(map(torch.equal, model.state_dict().values(), weights[1]))
+    result = fine_tune(model, data, data, config=TrainConfig(device="cpu", **fields))
+    assert f"{metric}: 0.1 to 0.2, min 0.1" in str(result)
+    assert str(result).endswith(f"\nbest: step-0000000{2 * best + 2}") == has_folder
+    assert all(map(torch.equal, model.state_dict().values(), weights[best]))
     assert not any(map(torch.equal, model.state_dict().values(), weights[2]))
 
 
