@@ -129,7 +129,7 @@ class Checkpointer:
         """
         step = as_integer("step", step, least=0, optional=False)
         if step < (self._newest or 0):
-            msg = f"step: {self._folder.path} has the checkpoint of {self._newest}, got {step}: "
+            msg = f"step: {self._folder.path} has step {self._newest} already, got {step}: "
             raise ValueError(msg + "restore() it, or take another folder")
         every = as_integer("every", every, least=1)
         is_due = every is None or step % every == 0

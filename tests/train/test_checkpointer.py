@@ -261,7 +261,7 @@ def test_a_checkpoint_of_a_later_step_is_not_overtaken(tmp_path):
     first = Loop(tmp_path)
     first.checkpointer.save(6)
     for loop in (first, Loop(tmp_path)):
-        with pytest.raises(ValueError, match=rf"step: {tmp_path} has the .* 6, got 3: restore\(\)"):
+        with pytest.raises(ValueError, match=rf"step: {tmp_path} has step 6 already, got 3: r"):
             loop.checkpointer.save(3)
     assert names(tmp_path) == ["step-00000006.pt"]
 
