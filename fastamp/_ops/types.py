@@ -67,10 +67,11 @@ class StepReport:
 
     def stacked(self) -> Tensor:
         """Return norm, found_inf, clip_coef, factor and scale as one tensor."""
-        values = unread() if self.values is None else self.values
-        if isinstance(values, Tensor):
-            return values
-        return torch.stack([each.to(values[0].device) for each in values])
+        if self.values is None:
+            return torch.tensor([torch.nan, 0.0, 1.0, 1.0, 1.0])  # as `unread`
+        if isinstance(self.values, Tensor):
+            return self.values
+        return torch.stack([each.to(self.values[0].device) for each in self.values])
 
     def replace(self, **changed: Tensor) -> "StepReport":
         """Return a copy in which the statistics of these names are others."""

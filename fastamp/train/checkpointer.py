@@ -55,8 +55,7 @@ class Checkpointer:
     Raises:
         OSError: the folder cannot be read.
         TypeError: `folder` is no path, a part is of a wrong kind, or a loader has no position.
-        ValueError: `keep`, `best` or the name of a part is wrong, `folder` is an address such as
-            s3://, or the model's state_dict leaves out a parameter.
+        ValueError: `keep`, `best`, `folder` or a part's name is wrong; `model` leaves out a weight.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -195,8 +194,8 @@ class Checkpointer:
         """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
 
         Call `save(step, every=...)` at the end of every step; a second signal acts at once. A
-        `with` block restores the handlers at its end. Only the main thread has signals. Over ranks
-        all have to call this; a signal to one is then a signal to all, within 10 steps.
+        `with` block restores the handlers at its end. Outside the main thread it does nothing.
+        Over ranks all have to call this; a signal to one is then one to all, within 10 steps.
 
         Args:
             numbers: of the module `signal`, in place of SIGTERM and SIGINT: SLURM's --signal sends

@@ -34,13 +34,14 @@ class TrainConfig:
         batch_size: samples in a batch, on every rank; a loader or an iterable has its own.
         lr: the highest learning rate of the schedule.
         weight_decay: of the optimizer.
-        optimizer: "adamw", "adam", fused if possible, "sgd", "adagrad"; or a callable of parameters
-            to train, the loss's last, without `lr`, `weight_decay`: its rates must stay in a run.
+        optimizer: "adamw" or "adam", fused where torch supports it, "sgd" or "adagrad"; or a
+            callable that makes one of the parameters that require a gradient, those of the loss
+            last, and ignores `lr` and `weight_decay`. A run resumes only at its first rates.
         schedule: of the learning rate: "cosine" or "linear", which end at 0, or "constant".
         warmup_steps: steps in which the learning rate grows from near 0.
         use_amp: see `fastamp.compute_effective_precision`.
-        precision: "32-true", which leaves dtypes alone, "bf16-mixed", or "16-mixed", which scales
-            the loss and skips a step whose gradients are not finite; so does `max_norm` in any.
+        precision: with `use_amp`: "32-true", which leaves dtypes alone, "bf16-mixed", or
+            "16-mixed", which scales the loss. It and `max_norm` skip a step that is not finite.
         max_norm: largest norm of all gradients together; None does not clip.
         accumulate: batches in a step, together in memory. The last step of an epoch has the rest.
         device: where the model moves; None is a GPU if there is one, under torchrun the rank's own.

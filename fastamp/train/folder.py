@@ -15,7 +15,7 @@ _NAME = re.compile(r"step-([0-9]{8,})\.pt")
 
 
 class Folder:
-    """The checkpoints of one run, with those it found; `keep` of the newest stay."""
+    """The checkpoints of one run, with those it found: the newest stay. Only `publish` writes."""
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int) -> None:
         if "://" in os.fspath(path):

@@ -284,14 +284,14 @@ class Loop:
         step = checkpointer.restore()
         if step is None:
             return checkpointer
-        self.saved_at = place.place
+        self.saved_at, at = place.place, f"step {step} of {self.end}"
         self.data.is_resumed = place.is_within and self.data.has_state
         place.epoch += place.is_within and not self.data.has_state  # the run ended within an epoch
         if place.ended_by and not (self.evaluates and place.evaluated_at != step):
-            msg = f"{folder.path}: nothing is left to train at step {step} of {self.end}: more "
-            raise ValueError(msg + f"{place.ended_by} resumes, another folder starts anew")
+            msg = f"{folder.path}: nothing is left to train at {at}: more {place.ended_by} resumes"
+            raise ValueError(msg + ", another folder starts anew")
         self.schedule.set_lr()  # of this run's length
-        self.resumed = f"{folder.path}: resumed at step {step} of {self.end}"
+        self.resumed = f"{folder.path}: resumed at {at}"
         self.resumed += f", its next learning rate is {self.schedule.read():g}"
         return checkpointer
 

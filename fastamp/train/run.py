@@ -35,10 +35,10 @@ def fine_tune(
     Over ranks each calls this with the same arguments, and a model on its device in DDP or sharded
     by `fully_shard`. A Dataset or tensors are divided among them; a loader yields the rank's part,
     in as many batches as the others'. As in torch, gradients and training losses are means over the
-    ranks, each of its own targets; validation losses are means over all, also of samples that pad a
-    part. Only the first rank logs to `config.tracker`. As many ranks resume bit-identically, except
-    for buffers, which are the first rank's, and the first sum of DDP on more than two. Another
-    number, with as many steps or more, resumes the rest of the epoch, with the first random state.
+    ranks, each of its own targets; validation losses over all, also of samples that pad a part.
+    Only the first rank logs to `config.tracker`. As many ranks resume bit-identically, except for
+    buffers, which are the first rank's, and the first sum of DDP on more than two. Another number,
+    with as many steps in all or more, resumes the rest of the epoch, with the first random numbers.
 
     Args:
         model: modules keep their modes; if it is in evaluation mode itself, all of them train.

@@ -69,7 +69,8 @@ def test_folds_with_auc_and_early_stopping_are_those_written_by_hand():
         expected = by_hand(k, 2)
         result = by_fine_tune(k, patience=2)
         assert result.metrics["auc"].values.tolist() == expected
-        assert result.steps == len(expected)
+        assert (result.steps, result.skipped_steps) == (len(expected), 0)
+        assert len(result.grad_norm.steps) == 0
         lengths.add(len(expected))
     assert min(lengths) < EPOCHS
 
@@ -98,8 +99,8 @@ def test_the_best_checkpoint_is_that_of_the_metric(mode, best, tmp_path):
 
 
 @pytest.mark.parametrize(("metric", "mode", "best"), [("auc", "max", 1), ("loss", None, 0)])
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_the_model_has_the_best_weights_at_the_end(metric, mode, best, has_folder, tmp_path):
+@pytest.mark.parametrize(("has_folder", "keeps"), [(False, True), (True, True), (False, False)])
+def test_the_model_has_the_best_weights_at_the_end(metric, mode, best, has_folder, keeps, tmp_path):
     numbers, weights = iter([0.1, 0.3, 0.2]), []
 
     def evaluate(model):
@@ -107,13 +108,14 @@ def test_the_model_has_the_best_weights_at_the_end(metric, mode, best, has_folde
         return {metric: next(numbers)}
 
     model, (data, _) = make_model(), fold(0)
-    fields = {"keep_best": True, "metric": metric, "mode": mode, "evaluate": evaluate}
-    fields["checkpoint_dir"] = tmp_path if has_folder else None
+    fields = {"keep_best": keeps, "patience": 3, "metric": metric, "mode": mode}
+    fields |= {"evaluate": evaluate, "checkpoint_dir": tmp_path if has_folder else None}
     result = fine_tune(model, data, data, config=TrainConfig(device="cpu", **fields))
     assert f"{metric}: 0.1 to 0.2, min 0.1" in str(result)
     assert str(result).endswith(f"\nbest: step-0000000{2 * best + 2}") == has_folder
-    assert all(map(torch.equal, model.state_dict().values(), weights[best]))
-    assert not any(map(torch.equal, model.state_dict().values(), weights[2]))
+    expected, other = (weights[best], weights[2]) if keeps else (weights[2], weights[best])
+    assert all(map(torch.equal, model.state_dict().values(), expected))
+    assert not any(map(torch.equal, model.state_dict().values(), other))
 
 
 def test_a_callback_sees_each_evaluation_and_ends_the_run():

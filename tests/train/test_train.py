@@ -243,7 +243,6 @@ def test_the_result_is_bounded_and_pickles():
         ),
         ({"metric": "auc"}, "metric: expected 'loss' without evaluate, got 'auc'"),
         ({"metric": "auc", "evaluate": max, "patience": 1}, "mode: .* metric='auc', got None"),
-        ({"checkpoint_dir": 5}, "checkpoint_dir: expected str or PathLike or None, got 5"),
         ({"seed": 2**63}, "seed: expected int of at least 0, got 9223372036854775808"),
         ({"epochs": np.bool_(1)}, "epochs: expected int above 0, got True"),
     ],
