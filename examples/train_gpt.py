@@ -73,7 +73,7 @@ def main():
         precision=options.precision,
         eval_every=options.checkpoint_every,
         checkpoint_dir=options.checkpoint_dir,
-        checkpoint_every=options.checkpoint_every,
+        checkpoint_every=options.checkpoint_every if options.checkpoint_dir else None,
         progress=True,
     )
     torch.manual_seed(0)

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader
+from fastamp.data.datasets import count_rows
 from fastamp.data.order import find_samplers
 from fastamp.data.structure import map_tensors
 from fastamp.train import ranks
@@ -21,11 +22,10 @@ class Batches:
 
     def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool = False) -> None:
         self._name, device = name, config.chosen_device
-        self.loader: Any = _make_loader(data, config, shuffle=shuffle)
+        self.loader: Any = _make_loader(name, data, config, shuffle=shuffle)
         if not hasattr(self.loader, "__iter__"):
-            kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
-            msg = f"{name}: expected {kinds}, got {type(data).__name__}"
-            raise TypeError(msg)
+            msg = f"{name}: expected a Dataset, tensors, a DataLoader or an iterable of batches"
+            raise TypeError(msg + f", got {type(data).__name__}")
         self._is_moved = self.loader is not data  # ours, which moves them to the device
         # On the CPU a batch may be read at once.
         self._move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
@@ -39,8 +39,7 @@ class Batches:
         """Start a pass, or continue the one of a loaded state."""
         n_batches = 0
         for n_batches, batch in enumerate(self.loader, 1):  # noqa: B007 - read after the loop
-            moved = batch if self._is_moved else map_tensors(self._move, batch)
-            yield moved, count_samples(batch)
+            yield batch if self._is_moved else map_tensors(self._move, batch), count_samples(batch)
         if not (n_batches or self.is_resumed):
             msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
@@ -75,10 +74,16 @@ def count_samples(batch: Any) -> int:
     return len((lists or tensors or [[None]])[0])
 
 
-def _make_loader(data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
+def _make_loader(name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
+        count_rows(data, name)  # raises an error with this name
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
-    if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
+    is_dataset = hasattr(data, "__getitem__")  # as torch's Datasets
+    with suppress(TypeError):
+        if len(data) == 0:
+            msg = f"{name}: the {type(data).__name__} has no {'sample' if is_dataset else 'batch'}"
+            raise ValueError(msg)
+    if not is_dataset:
         return data
     options: dict[str, Any] = {"num_workers": config.num_workers, "device": config.chosen_device}
     if not isinstance(data, IterableDataset):

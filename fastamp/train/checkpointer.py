@@ -24,6 +24,7 @@ from fastamp.train.states import check_equal, check_model, describe, load_part, 
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
 _OF_RANK = ("loader", "rng")  # that each rank saves for itself
+_EXPECTED = {"model": "a module", "loader": "fastamp.DataLoader or torchdata's StatefulDataLoader"}
 # A checkpoint's own entries: no part may have such a name.
 _OWN_NAMES = {"best", "format", "kinds", "names", "ranks", "rng", "step"}
 
@@ -36,14 +37,12 @@ class Checkpointer:
     generators of Python, NumPy, torch and CUDA. What is in the folder at first is this run's own.
 
     Over ranks each makes a Checkpointer and calls the same methods. The first one writes the file:
-    of FSDP2's shards whole tensors, gathered one by one into its host's memory, `loader` of each
-    rank, the other parts and `metric` as on the first. Any number of ranks that can read the folder
-    restores it; as many get their random numbers back.
+    of FSDP2's shards whole tensors, gathered one by one on its host, `loader` of each rank, the
+    rest as on the first. Any number of ranks restores it; as many get their random numbers back.
 
     Args:
         folder: is made at the first save; ~ is the home folder.
-        model: may be compiled or in DistributedDataParallel: the module inside is saved. Its
-            state_dict has all parameters, by their names.
+        model: the module inside a compiled one or DDP is saved. Its state_dict has all parameters.
         optimizer: of one that Accelerate or Fabric has wrapped, the optimizer inside.
         scaler: a `torch.amp.GradScaler`, such as `fastamp.GradScaler`.
         loader: resumes after the last batch delivered, such as `fastamp.DataLoader`.
@@ -55,10 +54,8 @@ class Checkpointer:
 
     Raises:
         OSError: the folder cannot be read.
-        TypeError: `folder` is no path, a part has no `state_dict` or `load_state_dict`, or the
-            loader's position cannot be known.
-        ValueError: `keep`, `best` or the name of a part is wrong, `folder` is an address such as
-            s3://, or the model's state_dict leaves out a parameter.
+        TypeError: `folder` is no path, a part is of a wrong kind, or a loader has no position.
+        ValueError: `keep`, `best`, `folder` or a part's name is wrong; `model` leaves out a weight.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -129,7 +126,10 @@ class Checkpointer:
                 after an OSError, the other checkpoints are unchanged.
             ValueError: `step` or `every` is too small, or no integer.
         """
-        step = as_integer("step", step, least=self._newest or 0, optional=False)
+        step = as_integer("step", step, least=0, optional=False)
+        if step < (self._newest or 0):
+            msg = f"step: {self._folder.path} has step {self._newest} already, got {step}: "
+            raise ValueError(msg + "restore() it, or take another folder")
         every = as_integer("every", every, least=1)
         is_due = every is None or step % every == 0
         received = self._signals.received if self._signals is not None else None
@@ -199,8 +199,7 @@ class Checkpointer:
 
         Args:
             numbers: of the module `signal`, in place of SIGTERM and SIGINT: SLURM's --signal sends
-                SIGUSR1, a closed terminal SIGHUP. After the checkpoint a signal without a handler
-                of the program's ends it by SystemExit.
+                SIGUSR1, a closed terminal SIGHUP. One without a handler ends in a SystemExit.
         """
         if self._signals is not None:
             self._signals.__exit__()  # or its handlers would be those to restore
@@ -263,11 +262,9 @@ class Checkpointer:
                 part.check_state_dict(state[name])
         if state["best"] and self._mode is not None:
             check_equal({"best": state["best"]["mode"]}, {"best": self._mode})
-        loader = chosen.get("loader")
-        if not (as_many or loader is None or find_share_of(loader)):
-            n_ranks = len(state["ranks"])
-            msg = f"{n_ranks} ranks wrote it, other numbers need a fastamp.DataLoader(shard=True)"
-            raise ValueError(msg)
+        if not as_many and "loader" in chosen and not find_share_of(chosen["loader"]):
+            msg = f"{len(state['ranks'])} ranks wrote it, other numbers need a "
+            raise ValueError(msg + "fastamp.DataLoader(shard=True)")
 
 
 def _chosen(parts: dict[str, Any], only: Collection[str] | None) -> dict[str, Any]:
@@ -278,9 +275,10 @@ def _chosen(parts: dict[str, Any], only: Collection[str] | None) -> dict[str, An
 def _part(name: str, part: Any) -> Any:
     """Return a part without what DDP, torch.compile, Accelerate or Fabric has put around it."""
     _expect(name, name, "another name: checkpoints use this one", fine=name not in _OWN_NAMES)
-    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-        msg = f"{name}: expected state_dict and load_state_dict, got {type(part).__name__}"
-        raise TypeError(msg)
+    has_states = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    if not has_states or (name == "model" and not isinstance(part, nn.Module)):
+        msg = f"{name}: expected {_EXPECTED.get(name, 'state_dict and load_state_dict')}"
+        raise TypeError(msg + f", got {type(part)!r}")
     if isinstance(part, DataLoader):
         check_state(part)
     is_optimizer = isinstance(part, Optimizer)

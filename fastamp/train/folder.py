@@ -15,10 +15,7 @@ _NAME = re.compile(r"step-([0-9]{8,})\.pt")
 
 
 class Folder:
-    """The checkpoints of one run, with those that it found: `keep` of the newest stay.
-
-    Nothing is written before `publish`.
-    """
+    """The checkpoints of one run, with those it found: the newest stay. Only `publish` writes."""
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int) -> None:
         if "://" in os.fspath(path):

@@ -78,6 +78,7 @@ class Loop:
         # Around mixed steps autocast would not clear its cache: each call has its own.
         around: Any = torch.autocast(self.device.type, dtype) if dtype else lambda call: call
         self.split = around(call.split_for)
+        self.evaluate = around(config.evaluate or (lambda _: {}))
         self.loss_of = around(lambda model, x, y: call.loss(call.forward(model, x), y))
         # DDP exchanges gradients in the last backward pass of a step only.
         self.no_sync: Any = getattr(model, "no_sync", nullcontext)
@@ -91,9 +92,8 @@ class Loop:
             raise ValueError(msg)
         every = config.checkpoint_every or (config.keep_best and config.eval_every)
         if every and config.checkpoint_dir is not None and not self.data.has_state:
-            problem = "train_data has no state_dict: checkpoints are written at the end of an epoch"
-            msg = f"checkpoint_every, eval_every: expected None, as {problem}; got {every}"
-            raise ValueError(msg)
+            msg = "checkpoint_every, eval_every: expected None, as train_data has no state_dict: "
+            raise ValueError(msg + f"checkpoints are written at the end of an epoch; got {every}")
         if type(self.model_call).__call__ is not ModelCall.__call__:
             msg = "model_call: fine_tune calls split, forward, loss and count, not its __call__"
             raise TypeError(msg)
@@ -122,7 +122,7 @@ class Loop:
     def _run_epochs(self, advance: Any) -> None:
         self.optimizer.zero_grad()  # drop the gradients from before
         accumulate = self.config.accumulate
-        while not self.progress.has_trained:
+        while not self.progress.ended_by:
             self.data.set_epoch(self.progress.epoch)
             for name, data in {"train_data": self.data, "val_data": self.held_out}.items():
                 lengths = ranks.gather(None if data is None else data.n_batches)
@@ -130,7 +130,7 @@ class Loop:
                     msg = f"{name}: expected as many batches on every rank, got {lengths}"
                     raise ValueError(msg)
             batches, self.progress.is_within = iter(self.data), True
-            while self.progress.is_within and not self.progress.has_trained:
+            while self.progress.is_within and not self.progress.ended_by:
                 fetched = [*islice(batches, accumulate)]  # less are the last ones
                 self.progress.is_within = len(fetched) == accumulate
                 self.progress.epoch += not self.progress.is_within
@@ -213,9 +213,13 @@ class Loop:
             self.model.eval()
             if self.held_out is not None:
                 numbers["loss"] = self._mean_loss(self.held_out)
-            if config.evaluate is not None:
-                named = config.evaluate(self.evaluated).items()
-                numbers |= ranks.gather({name: float(number) for name, number in named})[0]
+            named = self.evaluate(self.evaluated)
+            try:
+                own = {name: float(number) for name, number in named.items()}
+            except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+                msg = f"evaluate: expected named numbers, as {{'auc': 0.9}}, got {named!r:.200}"
+                raise TypeError(msg) from error
+            numbers |= ranks.gather(own)[0]
         for name, value in numbers.items():
             self.tracker.log_scalar(f"val/{name}", value, step)
         self.progress.evaluated_at = step
@@ -248,7 +252,7 @@ class Loop:
         self.schedule.read()  # the last step's report
         names = self.tracker.summary()
         curves = defaultdict(Curve, {n: Curve(*self.tracker.history(n)) for n in names})
-        evaluated = {name for name in names if name.startswith("val/")} - {"val/loss"}
+        evaluated = [name for name in names if name.startswith("val/") and name != "val/loss"]
         return TrainResult(
             train_loss=curves["train/loss"],
             val_loss=curves["val/loss"],
@@ -275,7 +279,7 @@ class Loop:
         parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         parts |= {"scaler": self.scaler, "progress": place, "tracker": self.tracker}
         parts |= {"loss_fn": self.loss, "loader": self.data.loader if self.data.has_state else None}
-        best = config.mode if config.keep_best else None
+        best = place.mode if config.keep_best else None
         checkpointer = Checkpointer(folder.path, keep=config.keep, best=best, **parts)
         step = checkpointer.restore()
         if step is None:
@@ -283,10 +287,9 @@ class Loop:
         self.saved_at, at = place.place, f"step {step} of {self.end}"
         self.data.is_resumed = place.is_within and self.data.has_state
         place.epoch += place.is_within and not self.data.has_state  # the run ended within an epoch
-        if place.has_trained and not (self.evaluates and place.evaluated_at != step):
-            remedies = "more max_steps, epochs or patience continue it, another folder starts anew"
-            msg = f"{folder.path}: nothing is left to train at {at}: {remedies}"
-            raise ValueError(msg)
+        if place.ended_by and not (self.evaluates and place.evaluated_at != step):
+            msg = f"{folder.path}: nothing is left to train at {at}: more {place.ended_by} resumes"
+            raise ValueError(msg + ", another folder starts anew")
         self.schedule.set_lr()  # of this run's length
         self.resumed = f"{folder.path}: resumed at {at}"
         self.resumed += f", its next learning rate is {self.schedule.read():g}"

@@ -34,6 +34,9 @@ class ModelCall:
     """
 
     def __init__(self, loss_fn: Callable[[Tensor, Any], Tensor] | None = None) -> None:
+        if isinstance(loss_fn, type):
+            msg = f"loss_fn: expected {loss_fn.__name__}(), or a function, got the class"
+            raise TypeError(msg)
         self.loss_fn = loss_fn
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
@@ -67,8 +70,7 @@ class ModelCall:
         (x, y)                         x            y; for a language model it is already shifted
         (a, b, ..., y)                 (a, b, ...)  y
         integers [batch, time], alone  the batch    the same, shifted by one: a language model
-        a mapping                      the batch    "labels" or "targets"; "label" is renamed, as
-                                                    by Hugging Face's collators
+        a mapping                      the batch    "labels", which a "label" becomes, or "targets"
         anything else                  the batch    None: the model computes its loss
         =============================  ===========  ============================================
         """
@@ -88,9 +90,8 @@ class ModelCall:
     def count(self, target: Any, n_samples: int) -> int | Tensor:
         """Return how many targets of a batch count: the weight of its loss, which is their mean.
 
-        The elements of the target, without -100 where they are integers; `n_samples` if it is no
-        tensor. A loss that leaves out others, or is no mean, needs a `count` of its own: 0, or a
-        0-dim tensor on the target's device, which is not waited for.
+        Its elements, without -100 of integers; `n_samples` if it is no tensor. A loss that leaves
+        out others, or is no mean, needs a `count` of its own: 0, or a 0-dim tensor on the device.
         """
         if not isinstance(target, Tensor):
             return n_samples
@@ -114,8 +115,7 @@ class ModelCall:
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the 0-dim loss, in float32 or the predictions' float64: the first that applies.
 
-        1. `loss_fn`, called with the predictions: the output, its "logits" (attribute or key), or
-           the first element of a tuple.
+        1. `loss_fn` of the predictions: the output, its "logits", or a tuple's first element.
         2. The loss that the model computed: "loss", or an output, or first element, with 0
            dimensions; or the second, of a model that was given `targets` by a mapping.
         3. Integer targets: cross entropy that ignores -100; the target has the shape of the output
@@ -159,10 +159,9 @@ def _default_loss(output: Tensor, target: Any) -> Tensor:
         output, target = output.flatten(0, -2), target.flatten()
     fits = output.ndim > 1 and output.shape[:1] + output.shape[2:] == target.shape
     if not (_is_integer(target) and fits and output.shape[1] > 1):
-        needs = "integers, and two classes or more in the output's last or second dimension"
-        by_name = "a model like nanoGPT's takes batches by name, {'idx': x, 'targets': y}"
-        msg = f"{shapes}: expected {needs}, or numbers of the output's shape; {by_name}"
-        raise ValueError(msg)
+        msg = f"{shapes}: expected integers, and two classes or more in the output's last or "
+        msg += "second dimension, or numbers of the output's shape; a model like nanoGPT's takes "
+        raise ValueError(msg + "batches by name, {'idx': x, 'targets': y}")
     return functional.cross_entropy(output, target.long(), ignore_index=IGNORED)
 
 

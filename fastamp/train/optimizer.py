@@ -58,9 +58,8 @@ def find_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> nn.Module
 class Schedule:
     """The learning rate, which advances after a step that was taken.
 
-    On CUDA a step's report is copied to the host, and read when the next rate is asked for or
-    before a checkpoint: the device, which has the next step's passes to do, does not become idle.
-    `on_report` gets its numbers.
+    On CUDA a step's report is copied to the host, and read, for `on_report`, when the next rate is
+    asked for or before a checkpoint: the device has the next step's passes to do meanwhile.
     """
 
     def __init__(

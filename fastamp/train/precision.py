@@ -19,8 +19,7 @@ def compute_effective_precision(
 
     With `use_amp=None` the result is `requested` on every device; Lightning itself replaces
     "16-mixed" by bf16 on a CPU. With True and a GPU it is `requested` made mixed: bf16 stays bf16,
-    Transformer Engine stays, anything else is "16-mixed". Otherwise it is "32-true", or "64-true"
-    where that was requested.
+    Transformer Engine stays, the rest is "16-mixed". Else "32-true", or the requested "64-true".
 
     Args:
         requested: one of Lightning's names, as "bf16-mixed", also an old one, as 16 ("16-mixed"),
@@ -38,8 +37,7 @@ def compute_effective_precision(
     """
     name = ALIASES.get(str(requested), str(requested))
     if name not in _NAMES:
-        known = ", ".join([*_NAMES, *ALIASES])
-        msg = f"requested: expected one of {known}, got {requested!r}"
+        msg = f"requested: expected one of {', '.join([*_NAMES, *ALIASES])}, got {requested!r}"
         raise ValueError(msg)
     if use_amp is None:
         return name

@@ -20,6 +20,7 @@ class Progress:
         self._config, self._schedule = config, schedule
         self._fixed: dict[str, Any] = {name: getattr(config, name) for name in _FIXED}
         self._fixed |= {"precision": config.effective_precision, "total_steps": n_steps}
+        self.mode = self._fixed["mode"] = config.mode or "min"
         self._fixed["learning rates of groups"] = schedule.base_lrs
         self.step = self.epoch = self.evaluated_at = 0
         self.is_within = False  # an epoch that has begun
@@ -33,16 +34,17 @@ class Progress:
         return self.step, self.epoch, self.is_within, self.evaluated_at
 
     @property
-    def has_trained(self) -> bool:
-        """Whether no step is left, or `patience` or the user's callback has ended the run."""
-        config, has_steps = self._config, self.epoch < self._config.epochs
-        if config.max_steps is not None:
-            has_steps = self.step < config.max_steps
-        return not has_steps or self.is_stopped or self.n_worse >= (config.patience or math.inf)
+    def ended_by(self) -> str:
+        """The names of the options that have ended the run; empty while it is to go on."""
+        config = self._config
+        name, done = ("max_steps", self.step) if config.max_steps else ("epochs", self.epoch)
+        ended = [name] * (done >= getattr(config, name))
+        ended += ["patience"] * (self.n_worse >= (config.patience or math.inf))
+        return " and ".join(ended + ["on_evaluation"] * self.is_stopped)
 
     def compare(self, value: float) -> bool:
         """Count an evaluation; return whether it is the best one."""
-        value = value if self._config.mode == "min" else -value
+        value = value if self.mode == "min" else -value
         is_best = value < self.best
         self.best, self.n_worse = (value, 0) if is_best else (self.best, self.n_worse + 1)
         return is_best

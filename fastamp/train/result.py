@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 
 
 class Curve(NamedTuple):
-    """A scalar over the steps, from 1: at most 4,096 points, the first and the last among them.
-
-    `pyplot.plot(*curve)` draws it.
+    """Steps, from 1, and values, for `pyplot.plot(*curve)`: at most 4,096, the ends among them.
 
     Example:
         >>> print(fastamp.train.Curve(np.array([1, 2]), np.array([0.5, 0.25])).values.min())
@@ -26,40 +24,44 @@ class Curve(NamedTuple):
 class TrainResult:
     """What `fastamp.fine_tune` returns, of the whole run if it was resumed; `str` is the summary.
 
+    Args:
+        train_loss: mean over the targets of a step that count; NaN if none does.
+        val_loss: mean over the validation set's targets that count, whatever its batches' size.
+        metrics: the numbers of `TrainConfig.evaluate`, by name.
+        grad_norm: before clipping; empty without loss scaling and `max_norm`: it is not computed.
+        loss_scale: a point for every change; empty without loss scaling.
+        lr: the learning rate.
+        steps: steps of the optimizer, including skipped ones.
+        skipped_steps: steps skipped because a gradient was not finite.
+        best_checkpoint: with `TrainConfig.keep_best` the one with the best `TrainConfig.metric`.
+        precision: of the run, as `fastamp.compute_effective_precision` names it.
+
     Example:
-        >>> config = fastamp.TrainConfig(max_steps=2, device="cpu")
         >>> data = torch.randn(8, 4), torch.randn(8, 1)
-        >>> fastamp.fine_tune(torch.nn.Linear(4, 1), data, config=config).skipped_steps
+        >>> fastamp.fine_tune(torch.nn.Linear(4, 1), data).skipped_steps
         0
     """
 
     train_loss: Curve
-    """Mean over the targets of a step that count; NaN if none does."""
     val_loss: Curve
-    """Mean over the validation set's targets that count, whatever the size of its batches."""
     metrics: dict[str, Curve]
-    """The numbers of `TrainConfig.evaluate`, by name."""
     grad_norm: Curve
-    """Before clipping; empty without loss scaling and `max_norm`, as it is not computed."""
     loss_scale: Curve
-    """A point for every change; empty without loss scaling."""
     lr: Curve
     steps: int
-    """Steps of the optimizer, including skipped ones."""
     skipped_steps: int
-    """Steps skipped because a gradient was not finite."""
     best_checkpoint: Path | None
-    """With `TrainConfig.keep_best`: the checkpoint with the best `TrainConfig.metric`."""
     precision: str
-    """Of the run, as `fastamp.compute_effective_precision` names it."""
 
     def summary(self) -> str:
         """Return the result as text."""
         lines = [f"{self.steps} steps in {self.precision}, {self.skipped_steps} skipped"]
-        for name in ("train_loss", "val_loss", "loss_scale"):
-            values = getattr(self, name).values
+        curves = {name: getattr(self, name) for name in ("train_loss", "val_loss", "loss_scale")}
+        for name, (_, values) in {**curves, **self.metrics}.items():
             if len(values):
                 lines.append(f"{name}: {values[0]:.6g} to {values[-1]:.6g}, min {values.min():.6g}")
+        if self.best_checkpoint is not None:
+            lines.append(f"best: {self.best_checkpoint.stem}")
         return "\n".join(lines)
 
     __str__ = summary

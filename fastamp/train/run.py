@@ -25,31 +25,27 @@ def fine_tune(
        of the scaled loss; then unscale, check, clip and step at once. The loss is the mean over the
        step's targets that are not -100 (`ModelCall.count`): one batch of 8 equals two of 4; without
        any it is NaN, and gradients are 0. The learning rate advances after a step that was taken.
-    3. After every epoch, or as often as the config says: evaluation in the same precision, and a
-       checkpoint. `config.patience` or `config.on_evaluation` may end the run.
+    3. After every epoch, or as the config says: evaluation in the same precision, a checkpoint.
 
     With a checkpoint folder SIGTERM and Ctrl-C wait for the step, its evaluation and a checkpoint;
     a second signal acts at once. On a CPU a run that is resumed is bit-identical, except for random
-    numbers that worker processes, or a loader other than fastamp's, draw within an epoch. Of a
-    loader without a `state_dict`, as torch's, checkpoints are written at the end of an epoch and of
-    the run, and signals act at once.
+    numbers that worker processes, or a loader other than fastamp's, draw within an epoch. With a
+    loader that has no `state_dict` signals act at once, see `TrainConfig`'s `checkpoint_every`.
 
-    Over ranks each calls this with the same arguments, and a model on its device in
-    DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
-    them; a loader must yield the rank's part, and as many batches as on the others. As in torch,
-    gradients and training losses are means over the ranks, each of its own targets; validation
-    losses are means over all, also of samples that pad a rank's part. Only the first rank logs
-    to `config.tracker`. As many ranks resume bit-identically, except for buffers, which are the
-    first rank's, and for the first sum of DDP on more than two. Another number, with as many steps
-    in all or more, resumes the rest of the epoch, with the first random numbers.
+    Over ranks each calls this with the same arguments, and a model on its device in DDP or sharded
+    by `fully_shard`. A Dataset or tensors are divided among them; a loader yields the rank's part,
+    in as many batches as the others'. As in torch, gradients and training losses are means over the
+    ranks, each of its own targets; validation losses over all, also of samples that pad a part.
+    Only the first rank logs to `config.tracker`. As many ranks resume bit-identically, except for
+    buffers, which are the first rank's, and the first sum of DDP on more than two. Another number,
+    with as many steps in all or more, resumes the rest of the epoch, with the first random numbers.
 
     Args:
         model: modules keep their modes; if it is in evaluation mode itself, all of them train.
         train_data: a Dataset, such as a list of samples, or tensors (one, a tuple or a dict), which
             are shuffled; a DataLoader; or another iterable of batches, see `ModelCall.split`:
-            `torch.utils.data.DataLoader(batches, batch_size=None)` for a list. `set_epoch(epoch)`
-            of the loader or else its samplers, and of its dataset, is called before each epoch,
-            from 0.
+            `torch.utils.data.DataLoader(batches, batch_size=None)` for a list. Before each epoch
+            `set_epoch(epoch)` of the loader or else its samplers, and of its dataset, is called.
         val_data: as `train_data`, but not shuffled; None evaluates nothing.
         config: None is `TrainConfig()`.
 
@@ -57,15 +53,13 @@ def fine_tune(
         CheckpointError: see `Checkpointer.save` and `restore`: only the model's device has changed.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: the model, the config, the data or the model's output are of a wrong kind.
-        ValueError: there is no batch or no parameter to train, shapes or options do not fit, ranks
-            have unlike numbers of batches, or the run in `config.checkpoint_dir` has finished: then
-            the model has its weights.
+        ValueError: there is no batch or parameter to train, shapes or options do not fit, ranks
+            have unlike numbers of batches, or the run has finished: the model has its weights.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
         >>> config = fastamp.TrainConfig(epochs=2, batch_size=16, device="cpu")
-        >>> result = fastamp.fine_tune(torch.nn.Linear(4, 2), (x, y), config=config)
-        >>> result.steps
+        >>> fastamp.fine_tune(torch.nn.Linear(4, 2), (x, y), config=config).steps
         8
     """
     config = TrainConfig() if config is None else config
@@ -77,9 +71,8 @@ def fine_tune(
     if dist.is_available() and dist.is_torchelastic_launched():  # maybe without a process group
         n_ranks = int(os.environ["WORLD_SIZE"])
     if n_ranks > 1 and not (ranks.is_ddp(model) or any(map(is_spread, model.parameters()))):
-        wanted = "a model in DistributedDataParallel, or sharded by fully_shard"
-        msg = f"model: expected {wanted}, as there are {n_ranks} ranks, got {type(model).__name__}"
-        raise ValueError(msg)
+        msg = "model: expected a model in DistributedDataParallel, or sharded by fully_shard, "
+        raise ValueError(msg + f"as there are {n_ranks} ranks, got {type(model).__name__}")
     if config.chosen_device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # its generators are restored, too
     rng = rng_state()

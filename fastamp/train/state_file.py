@@ -71,6 +71,5 @@ def _load(path: Path, *, compares_sums: bool = False) -> Any:
 def _explain(error: Exception) -> str:
     """Say what is wrong with an object that pickle refuses."""
     kind = re.search(r"GLOBAL (\S+)", str(error))
-    if kind is None:
-        return str(error)
-    return f"it holds an object of {kind[1]}, which is neither a tensor nor a plain value"
+    problem = "it holds an object of {}, which is neither a tensor nor a plain value"
+    return problem.format(kind[1]) if kind else str(error)

@@ -80,6 +80,7 @@ def train(
     settings |= {"checkpoint_dir": folder, "checkpoint_every": 3, "log_every": 4, "keep": 9}
     watching = Watching(stop_at, action, overflow_at)
     settings |= {"model_call": watching}
+    fields |= {} if folder else {"checkpoint_every": None}
     torch.manual_seed(0)
     model = Dropping(layers, dropout)
     try:

@@ -66,6 +66,7 @@ def run(folder=None, data=None, model=None, held_out=None, **fields):
     settings |= {"precision": "16-mixed", "checkpoint_every": 3, "checkpoint_dir": folder}
     settings |= {"progress": False}
     settings |= {} if "loss_fn" in fields else {"loss_fn": loud}
+    fields |= {} if folder else {"checkpoint_every": None}
     config = fastamp.TrainConfig(**(settings | fields))
     model = make_model() if model is None else model
     data = make_data() if data is None else data

@@ -86,7 +86,7 @@ def test_patience_is_resumed_and_a_run_that_it_ended_has_finished(tmp_path):
     by_fine_tune(0, tmp_path, epochs=3, evaluate=evaluate, patience=2)
     result = by_fine_tune(0, tmp_path, evaluate=evaluate, patience=2)
     assert result.metrics["auc"].values.tolist() == numbers[:4]
-    with pytest.raises(ValueError, match=r"at step 4 of .*: more max_steps, epochs or patience"):
+    with pytest.raises(ValueError, match=r"at step 4 of 12: more patience resumes, another"):
         by_fine_tune(0, tmp_path, evaluate=evaluate, patience=2)
 
 
@@ -98,19 +98,22 @@ def test_the_best_checkpoint_is_that_of_the_metric(mode, best, tmp_path):
     assert result.best_checkpoint == tmp_path / f"step-{best:08}.pt"
 
 
-@pytest.mark.parametrize(("has_folder", "keep_best"), [(False, True), (True, True), (False, False)])
-def test_the_model_has_the_best_weights_at_the_end(has_folder, keep_best, tmp_path):
+@pytest.mark.parametrize(("metric", "mode", "best"), [("auc", "max", 1), ("loss", None, 0)])
+@pytest.mark.parametrize(("has_folder", "keeps"), [(False, True), (True, True), (False, False)])
+def test_the_model_has_the_best_weights_at_the_end(metric, mode, best, has_folder, keeps, tmp_path):
     numbers, weights = iter([0.1, 0.3, 0.2]), []
 
     def evaluate(model):
         weights.append([tensor.clone() for tensor in model.state_dict().values()])
-        return {"auc": next(numbers)}
+        return {metric: next(numbers)}
 
     model, (data, _) = make_model(), fold(0)
-    fields = {"keep_best": keep_best, "patience": 3, "metric": "auc", "mode": "max"}
-    fields["checkpoint_dir"] = tmp_path if has_folder else None
-    fine_tune(model, data, config=TrainConfig(evaluate=evaluate, device="cpu", **fields))
-    expected, other = (weights[1], weights[2]) if keep_best else (weights[2], weights[1])
+    fields = {"keep_best": keeps, "patience": 3, "metric": metric, "mode": mode}
+    fields |= {"evaluate": evaluate, "checkpoint_dir": tmp_path if has_folder else None}
+    result = fine_tune(model, data, data, config=TrainConfig(device="cpu", **fields))
+    assert f"{metric}: 0.1 to 0.2, min 0.1" in str(result)
+    assert str(result).endswith(f"\nbest: step-0000000{2 * best + 2}") == has_folder
+    expected, other = (weights[best], weights[2]) if keeps else (weights[2], weights[best])
     assert all(map(torch.equal, model.state_dict().values(), expected))
     assert not any(map(torch.equal, model.state_dict().values(), other))
 
@@ -122,19 +125,23 @@ def test_a_callback_sees_each_evaluation_and_ends_the_run():
         seen.append((step, sorted(numbers)))
         return step == 4
 
+    def evaluate(model):
+        in_float32 = model(data[0]).dtype != torch.bfloat16
+        return {"training": model.training, "grad": torch.is_grad_enabled(), "wide": in_float32}
+
     data, held_out = fold(0)
-    config = {"batch_size": 8, "eval_every": 2, "on_evaluation": look, "device": "cpu"}
-    config |= {
-        "evaluate": lambda model: {"training": model.training, "grad": torch.is_grad_enabled()}
-    }
+    config = {"batch_size": 8, "eval_every": 2, "on_evaluation": look, "evaluate": evaluate}
+    config |= {"precision": "bf16-mixed", "device": "cpu"}
     result = fine_tune(make_model(), data, held_out, TrainConfig(**config))
-    assert seen == [(2, ["grad", "loss", "training"]), (4, ["grad", "loss", "training"])]
+    assert seen == [(step, ["grad", "loss", "training", "wide"]) for step in (2, 4)]
     assert result.steps == 4
-    assert not any(result.metrics["training"].values)
-    assert not any(result.metrics["grad"].values)
+    assert not any(curve.values.any() for curve in result.metrics.values())
 
 
 def test_a_metric_that_nobody_computes_is_refused():
+    for returned in (1.0, {"auc": "b"}):
+        with pytest.raises(TypeError, match=f"evaluate: expected named numbers, .* got {returned}"):
+            by_fine_tune(0, evaluate=lambda _, returned=returned: returned)
     with pytest.raises(ValueError, match="metric: expected one of auc, got 'f1'"):
         by_fine_tune(0, metric="f1", patience=1)
     for name, value in {"patience": 1, "keep_best": True}.items():

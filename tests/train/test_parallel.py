@@ -30,9 +30,7 @@ from support.processes import run_python
 from support.trainable import CURVES, names
 
 __all__ = ["four"]  # a fixture
-pytestmark = [
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 
 adds_up = pytest.mark.skipif(
     torch.__version__ < (2, 10), reason="torch 2.8's FSDP2 over gloo adds gradients up"
@@ -42,11 +40,7 @@ MODES = pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 
 
 def assert_alike(ours, expected):
-    """Compare runs that add in another order.
-
-    Parts of a batch are added in another order than the batch: the gradients differ by a few
-    float32 roundings, and Adam divides by their size.
-    """
+    """Compare runs that add the parts of a batch in another order; Adam divides by the sum."""
     assert ours["steps"] == expected["steps"]
     for name in CURVES:
         assert ours["curves"][name][0] == expected["curves"][name][0], name
@@ -127,9 +121,8 @@ def test_a_loop_of_ones_own_resumes_over_ranks(four, mode, tmp_path):
     assert names(tmp_path / "run")[-1] == "step-00000009.pt"
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     assert four.run(2, train_by_hand, tmp_path / "run", mode) == expected
-    assert (
-        len({str(weights) for weights in four.run(4, train_by_hand, tmp_path / "other", mode)}) == 1
-    )
+    others = four.run(4, train_by_hand, tmp_path / "other", mode)
+    assert len({*map(str, others)}) == 1
     assert four.run(2, train_by_hand, tmp_path / "signal", mode, 0, 4) == [143, 143]
     assert names(tmp_path / "signal") == ["step-00000010.pt"]
     assert four.run(2, train_by_hand, tmp_path / "signal", mode) == expected

@@ -150,9 +150,7 @@ def test_a_tracker_is_told_when_each_loss_was_computed():
     fine_tune(make_model(), make_data(), config=config)
     found = [scalar.time_s for scalar in seen if scalar[0] == "train/loss"]
     assert len(found) == 4
-    assert sorted([*times_s, *found]) == [
-        x for pair in zip(times_s, found, strict=True) for x in pair
-    ]
+    assert sorted([*times_s, *found]) == [*itertools.chain(*zip(times_s, found, strict=True))]
 
 
 def test_everything_is_left_as_it_was_found(tmp_path):
@@ -187,11 +185,9 @@ def test_gradients_from_before_are_dropped():
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad"])
 def test_optimizers_are_torchs_and_adams_are_fused(name, monkeypatch):
-    made = []
-    init = torch.optim.Optimizer.__init__
-    monkeypatch.setattr(
-        torch.optim.Optimizer, "__init__", lambda *args: made.append(args) or init(*args)
-    )
+    made, kind = [], torch.optim.Optimizer
+    init = kind.__init__
+    monkeypatch.setattr(kind, "__init__", lambda *args: made.append(args) or init(*args))
     run(optimizer=name, max_steps=2, weight_decay=0.03)
     ((optimizer, _, defaults),) = made
     is_fused = True if name.startswith("adam") else None
@@ -239,10 +235,14 @@ def test_the_result_is_bounded_and_pickles():
         ({"schedule": "step"}, "schedule: expected one of cosine, linear, constant, got 'step'"),
         ({"precision": "bf16-true"}, "precision: expected one of .*bf16-mixed, got 'bf16-true'"),
         ({"loss_fn": max, "model_call": ModelCall()}, "loss_fn: expected None beside"),
-        ({"loss_fn": 3}, "loss_fn: expected Callable or None, got 3"),
         ({"model_call": ModelCall}, "model_call: expected ModelCall or None, got <class"),
         ({"resume": "no"}, "resume: expected bool, got 'no'"),
-        ({"checkpoint_dir": 5}, "checkpoint_dir: expected str or PathLike or None, got 5"),
+        (
+            {"checkpoint_every": 3},
+            "checkpoint_every: expected a checkpoint_dir beside it, got None",
+        ),
+        ({"metric": "auc"}, "metric: expected 'loss' without evaluate, got 'auc'"),
+        ({"metric": "auc", "evaluate": max, "patience": 1}, "mode: .* metric='auc', got None"),
         ({"seed": 2**63}, "seed: expected int of at least 0, got 9223372036854775808"),
         ({"epochs": np.bool_(1)}, "epochs: expected int above 0, got True"),
     ],
@@ -250,6 +250,12 @@ def test_the_result_is_bounded_and_pickles():
 def test_a_wrong_field_is_named_with_its_value(fields, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**fields)
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, fastamp.TrainResult])
+def test_help_describes_every_field(kind):
+    described = re.findall(r"^        (\w+): ", kind.__doc__, re.MULTILINE)
+    assert described == [*kind.__dataclass_fields__]
 
 
 def test_numpys_numbers_are_pythons():
@@ -293,13 +299,14 @@ def test_a_loss_of_the_models_own_is_trained_once(tmp_path):
     ("data", "fields", "error", "message"),
     [
         (7, {}, TypeError, "train_data: expected a Dataset, tensors, .* got int"),
-        ([], {}, ValueError, "num_samples=0"),
-        ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"arrays\[1\]: has 3 rows"),
-        (DataLoader([]), {"max_steps": 2}, ValueError, "train_data: no sample in this pass"),
+        ([], {}, ValueError, "train_data: the list has no sample"),
+        ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"train_data\[1\]: has 3 rows"),
+        (DataLoader([1], 2, drop_last=True), {}, ValueError, "the DataLoader has no batch"),
+        (make_data(8), {"loss_fn": torch.nn.MSELoss}, TypeError, r"loss_fn: .* MSELoss\(\)"),
         (iter([make_data(8)]), {"epochs": 2}, ValueError, "an iterator can be read only once"),
         (iter([]), {"schedule": "cosine"}, ValueError, "schedule: 'cosine' needs max_steps"),
         ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
-        ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"arrays\['y'\].* got int"),
+        ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"train_data\['y'\].* got int"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message):
@@ -308,6 +315,8 @@ def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message)
         fine_tune(model, data, config=TrainConfig(**{"schedule": "constant", **fields}))
     with pytest.raises(ValueError, match="model: expected a parameter that requires a gradient"):
         fine_tune(torch.nn.Dropout(), make_data())
+    with pytest.raises(ValueError, match="val_data: the Tensor has no sample"):
+        fine_tune(model, make_data(), torch.ones(0, 8))
 
 
 def test_an_optimizer_of_other_parameters_is_refused():
