@@ -14,16 +14,19 @@ from fastamp.data.position import Position
 
 _STARVED_SHARE = 0.05
 _EXPLAINED_SHARE = 0.75  # of the waiting, by the cause that is named
-_BROKEN = (
-    "this pass was interrupted or failed in the middle of a batch: "
-    "loader.load_state_dict(loader.state_dict()) lets the next one begin after the last batch "
-    "delivered"
-)
+_BROKEN = "this pass was interrupted or failed in the middle of a batch: after "
+_BROKEN += "loader.load_state_dict(loader.state_dict()) the next one begins behind the last batch"
 
 
 @dataclass
 class LoaderStats:
     """What a loader has done since it was made. Seconds of several threads or workers add up.
+
+    Args:
+        batches: delivered to the consumer.
+        elapsed_s, wait_s: in the consumer's loop, and the part of it spent waiting for a batch.
+        getitem_s, collate_s, copy_s: in the dataset, in the collate function, gathering rows.
+        path: how batches are made: "gathered", or "item by item: " and the reason.
 
     Example:
         >>> loader = fastamp.DataLoader(torch.arange(8), batch_size=4)
@@ -36,19 +39,12 @@ class LoaderStats:
     """
 
     batches: int = 0
-    """Batches delivered to the consumer."""
     elapsed_s: float = 0.0
-    """Time in the consumer's loop: waiting for a batch and working on it."""
     wait_s: float = 0.0
-    """The part of it spent waiting for a batch."""
     getitem_s: float = 0.0
-    """Time in the dataset: reading and transforming items."""
     collate_s: float = 0.0
-    """Time in the collate function: making batches of them."""
     copy_s: float = 0.0
-    """Time gathering rows."""
     path: str = ""
-    """How batches are made: "gathered", or "item by item: " and the reason."""
 
     def __str__(self) -> str:
         """Return the verdict: "compute-bound", or "starved 18 %: getitem", the share and its cause.
