@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.autograd.profiler import record_function
 
@@ -12,6 +12,7 @@ from fastamp._ops import is_profiling, untraced
 from fastamp.data.items import Made, reraise
 from fastamp.data.position import Position
 
+_Length: TypeAlias = Callable[[], int]
 _STARVED_SHARE = 0.05
 _EXPLAINED_SHARE = 0.75  # of the waiting, by the cause that is named
 _BROKEN = "this pass was interrupted or failed in the middle of a batch: after "
@@ -24,8 +25,11 @@ class LoaderStats:
 
     Args:
         batches: delivered to the consumer.
-        elapsed_s, wait_s: in the consumer's loop, and the part of it spent waiting for a batch.
-        getitem_s, collate_s, copy_s: in the dataset, in the collate function, gathering rows.
+        elapsed_s: time in the consumer's loop: waiting for a batch and working on it.
+        wait_s: the part of it spent waiting for a batch.
+        getitem_s: time in the dataset: reading and transforming items.
+        collate_s: time in the collate function: making batches of them.
+        copy_s: time gathering rows.
         path: how batches are made: "gathered", or "item by item: " and the reason.
 
     Example:
@@ -74,11 +78,7 @@ class LoaderPass(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        batches: Iterator[Made],
-        position: Position,
-        stats: LoaderStats,
-        length: Callable[[], int],
+        self, batches: Iterator[Made], position: Position, stats: LoaderStats, length: _Length
     ) -> None:
         self._batches, self.position, self._stats = batches, position, stats
         self._length = length
