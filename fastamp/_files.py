@@ -44,6 +44,8 @@ def write(path: Path, content: bytes) -> None:
             file.write(content)
         part.replace(target)
         sync(target.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         part.unlink(missing_ok=True)
 

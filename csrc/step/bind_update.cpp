@@ -141,10 +141,10 @@ class Reader {
     if (row >= std::int64_t{1} << 31) throw Refusal{"a parameter's row has 2^31 elements"};
     view.row = static_cast<std::uint32_t>(row);
     view.seed = group_.seed;
-    if (view.param.format != Format::kBFloat16) return;
-    view.param.is_random = !group_.is_exact;
-    if (!group_.is_exact) {
-      if (find(state_, low) != nullptr) throw Refusal{"low: exact was changed"};
+    const bool is_short = view.param.format == Format::kBFloat16;
+    view.param.is_random = is_short && !group_.is_exact;
+    if (!is_short || !group_.is_exact) {
+      if (find(state_, low) != nullptr) throw Refusal{"low: exact or a dtype was changed"};
       return;
     }
     // Two neighboring bytes for each element of the parameter, in its order.

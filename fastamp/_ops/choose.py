@@ -41,8 +41,7 @@ def _is_installed() -> bool:
 def _core() -> ModuleType | str:
     """Return the extension, or say why it cannot be used."""
     if importlib.util.find_spec("fastamp._build") is None:
-        text = "this is the folder of fastamp's sources, and not what was installed"
-        return f"{text}. Fix it: run Python in another folder, or with -I"
+        return "this folder has fastamp's sources. Fix it: run Python in another folder, or with -I"
     if not _is_installed():
         return f"fastamp was installed without its compiled code: {NO_CUDA}" + install_again()
     try:
@@ -68,7 +67,8 @@ def _tables() -> Mapping[str, Table]:
     """Return the core's tables that can be used here, best first."""
     core = _core()
     if isinstance(core, str):
-        if _is_installed() and os.environ.get("FASTAMP_BACKEND") != "fallback":
+        is_pure = not _is_installed() and importlib.util.find_spec("fastamp._build") is not None
+        if not is_pure and os.environ.get("FASTAMP_BACKEND") != "fallback":
             _warn_of(core)
         return {}
     tables = {"cpu": (core.cpu_ops, False)}

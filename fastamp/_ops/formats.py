@@ -173,6 +173,11 @@ def names_of(rule: str, group: dict[str, Any], state: dict[str, Any]) -> list[st
     return [each.codes if each.codes in state else each.name for each in states]
 
 
+def has_low(group: dict[str, Any], param: Tensor) -> bool:
+    """Say whether the state of a parameter has the lower halves of its weights."""
+    return bool(group["exact"]) and param.dtype == torch.bfloat16
+
+
 def read_weights(param: Tensor, state: dict[str, Any]) -> Tensor:
     """Return a parameter's float32 weights.
 

@@ -53,8 +53,8 @@ def _refusal(rule: str, entry: Entry) -> Why | None:
         text = "a gradient's dtype, layout or device"
     elif any(name not in state for name in ["step", *names]):
         return NO_STATE
-    elif param.dtype == torch.bfloat16 and group["exact"] != ("low" in state):
-        text = "low: exact was changed"
+    elif formats.has_low(group, param) != ("low" in state):
+        text = "low: exact or a dtype was changed"
     elif beside := [n for n in state if f"{n}_codes" in names]:
         text = f"{beside[0]} was set beside its codes"
     elif wrong := [name for name in names if _order(state[name]) != order]:

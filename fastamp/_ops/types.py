@@ -31,6 +31,15 @@ class StepReport:
     They are made without a wait; `norm`, `clip_coef` and `factor` are float64 where a gradient has
     64 bits, else float32.
 
+    Attributes:
+        norm: of the unscaled gradients before clipping; NaN where they were not read.
+        found_inf: 1.0 where any element is or was inf or NaN, and the step is skipped, else 0.0.
+        clip_coef: min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; 1 without clipping.
+        factor: clip_coef / scale: multiply the gradients by this.
+        scale: the loss scale at the time of the read; 1 without scaling.
+        way: "native", by fastamp's core; "fallback", a lean optimizer's step in torch's operators;
+            or "torch's: " and the reason, by the optimizer's own `step`.
+
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -40,25 +49,16 @@ class StepReport:
     """
 
     norm: Tensor = _value(0)
-    """Norm of the unscaled gradients before clipping; NaN where they were not read."""
     found_inf: Tensor = _value(1)
-    """1.0 where any element is inf or NaN, or an earlier read found one, else 0.0. Then the step
-    is skipped."""
     clip_coef: Tensor = _value(2)
-    """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; 1 without clipping."""
     factor: Tensor = _value(3)
-    """clip_coef / scale: multiply the gradients by this."""
     scale: Tensor = _value(4)
-    """The loss scale at the time of the read; 1 without scaling."""
 
     def __init__(self, values: Tensor | Sequence[Tensor] | None, way: str = "") -> None:
-        # Compiled code's are one tensor: views of it are made only if somebody looks, as five
-        # tensors take a tenth of a small network's step. None: nothing was read.
+        # Compiled code's are one tensor, with views only if somebody looks: they take a tenth of a
+        # small network's step. None: nothing was read.
         self.values = values
         self.way = way
-        """How the step was made: "native", by fastamp, in one call of the core or, with Muon
-        and over ranks, in several; "fallback", a lean optimizer's in torch's operators; or
-        "torch's: " and the reason, by the optimizer's own `step`."""
 
     @property
     def skipped(self) -> bool:

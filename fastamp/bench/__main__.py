@@ -127,19 +127,12 @@ def _parse(words: list[str]) -> argparse.Namespace:
         )
         add: Any = added.add_argument
         add("--device", choices=devices, default=devices[0], help=where)
-        add(
-            "--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}"
-        )
-        add(
-            "--json",
-            type=_writable_file,
-            metavar="FILE",
-            help="write all that was measured to FILE",
-        )
+        seed = f"of all random numbers {DEFAULT}"
+        add("--seed", type=number(int, 0, 2**32), default=0, help=seed)
+        add("--json", type=_writable_file, metavar="FILE", help="write what was measured to FILE")
         add("--report", type=_writable_file, metavar="FILE", help="write an HTML page to FILE")
         add("--baseline", type=read_baseline, metavar="FILE", help="a file of --json to be held to")
-        bound: dict[str, Any] = {"type": read_bound, "action": "append", "default": []}
-        add("--fail-on", **bound, metavar="BOUND", help=MOVES)
+        add("--fail-on", type=read_bound, action="append", default=[], metavar="BOUND", help=MOVES)
         add("--check", action="store_true", help="exit with 1 if a target is missed")
         getattr(command, "add_options", lambda _: None)(add)
     return parser.parse_args(words)

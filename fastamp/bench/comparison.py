@@ -24,6 +24,7 @@ from fastamp.bench.race import (
     show,
 )
 from fastamp.bench.record import Report, compare_arms
+from fastamp.step.arguments import as_bound
 from fastamp.timer.timer import align
 
 VISIT_S = 0.01  # of a callable, about: short ones are called several times
@@ -138,8 +139,8 @@ def compare(
     their memory lies stays as it is: run the program again to vary that.
 
     Args:
-        callables: by name, without arguments. The first one is the base of the table.
-        build_s: seconds of a part, after which no more calls begin.
+        callables: two or more by name, without arguments. The first is the base of the table.
+        build_s: seconds of a part, above 0, after which no more calls begin.
         device: waited for after each call; None is CUDA where the program has used it.
 
     Example:
@@ -149,6 +150,11 @@ def compare(
         >>> found.ratio("norm", "sum").verdict in {"faster", "slower", "equal", "cannot tell"}
         True
     """
+    given: Any = callables
+    if not isinstance(given, Mapping) or len(given) < 2 or not all(map(callable, given.values())):
+        msg = f"callables: expected two or more by name, got {callables!r:.200}"
+        raise TypeError(msg)
+    build_s = as_bound("build_s", build_s, above_zero=True)
     cuda: Any = torch.cuda
     kind = torch.device(device or ("cuda" if cuda.is_initialized() else "cpu")).type
     fastest_s = min(timeit(call, number=1) for call in callables.values())

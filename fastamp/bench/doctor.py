@@ -21,7 +21,7 @@ from fastamp.bench.measure import limit
 from fastamp.bench.options import refuse
 from fastamp.bench.record import Report, Task
 
-EXTRA = "simplejpeg"  # whose absence is no error but slower
+EXTRAS = {"PIL": "pillow", "simplejpeg": "simplejpeg"}  # modules of ImageFolder; it needs the first
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -59,9 +59,9 @@ def _look() -> Report:
         if (reason := no_speed_reason(kind, "bf16")) is not None:
             mend = f"Fix it: train in FP32 there, without torch.autocast({kind!r})"
             notes.append(f"bf16 has no speed-up to expect on {kind}: {reason}. {mend}")
-    if importlib.util.find_spec(EXTRA) is None:
-        mend = f"Fix it: {PIP_INSTALL} {EXTRA}"
-        notes.append(f"not installed: {EXTRA}, if you need it. {mend}")
+    for module, name in EXTRAS.items():
+        if importlib.util.find_spec(module) is None:
+            notes.append(f"not installed: {name}, for ImageFolder. Fix it: {PIP_INSTALL} {name}")
     return Report(table=rows, notes=notes or ["nothing is missing"])
 
 
@@ -69,7 +69,7 @@ def _read(text: str) -> tuple[str, dict[str, Any]]:
     """Return the path of a `Timer.to_json` file and what it says, for argparse."""
     try:
         return text, show_regions(json.loads(Path(text).read_bytes()))
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+    except (OSError, ValueError, TypeError, LookupError) as error:
         refuse(text, f"is no file of Timer.to_json with a region's time: {error!r}")
 
 
@@ -81,6 +81,9 @@ def show_regions(content: dict[str, Any]) -> dict[str, Any]:
     times_s = {path: region["total"] for path, region in content["regions"].items()}
     outermost = [path for path in times_s if path.rpartition("/")[0] not in times_s]
     in_regions_s = math.fsum(times_s[path] for path in outermost)
+    if not in_regions_s:
+        msg = "no region was timed"
+        raise ValueError(msg)
     whole_s = max(in_regions_s, content["elapsed"])  # threads' regions may overlap
     times_s["outside of regions"] = whole_s - in_regions_s
     shares = {path: time_s / whole_s for path, time_s in times_s.items()}

@@ -32,8 +32,7 @@ def add_options(add: Callable[..., object]) -> None:
     text = f"FILE.py, FILE.py:make, package.module:make, or a built-in task {DEFAULT}. {named}"
     add("task", nargs="?", default=MAIN, metavar="TASK", help=text)
     text = "race another task beside it, in the last precision, with torch's loader and step"
-    named = "NAME=FILE.py:make"
-    add("--arm", type=read_arm, action="append", default=[], metavar=named, help=text)
+    add("--arm", type=read_arm, action="append", default=[], metavar="NAME=FILE.py:make", help=text)
     text = "of torch.autocast (default: those that the machine has units for)"
     add("--precision", nargs="+", choices=PRECISIONS, metavar="PRECISION", help=text)
     text = "of every arm in the first build (default: as it takes)"
@@ -41,8 +40,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("--batch-size", type=number(int, 1), help="samples in a step (default: the task's)")
     text = "measure the peak of memory of each arm, in a process of its own"
     add("--memory", action="store_true", help=text)
-    options: dict[str, Any] = {"action": "append", "default": [], "metavar": "TARGET"}
-    add("--target", type=_target, help=TARGETS_HELP, **options)
+    add("--target", type=_target, action="append", default=[], metavar="TARGET", help=TARGETS_HELP)
 
 
 def _target(text: str) -> tuple[str, float]:
@@ -56,8 +54,9 @@ def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     is_main, names = args.task == MAIN, [name for name, _ in args.arm]
     task = with_absolute_path(args.task)  # an import may change the folder
-    for place in (task, *(place for _, place in args.arm)):
-        find_make(place)  # fails at once if there is no such function
+    find_make(task)  # fails at once if there is no such function
+    for _, place in args.arm:
+        find_make(place, "--arm")
     if len({*names}) < len(names):
         refuse(names, "names two arms alike", "--arm")
     args.steps = args.steps or (MAIN_STEPS if is_main else None)

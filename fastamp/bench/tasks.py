@@ -28,6 +28,7 @@ from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import make_optimizer as make_by_name
 from fastamp.train.random_state import seed_all
 
+OPTIONS = {"optimizer", "evaluate", "batch_size", "max_norm"}
 Make: TypeAlias = Callable[[str, int], Any]
 
 EXAMPLE = """\
@@ -115,14 +116,14 @@ def expect(is_met: bool, part: str, wanted: str, got: object) -> None:  # noqa: 
 
 
 @cache  # a file is imported once
-def find_make(text: str) -> Make:
+def find_make(text: str, option: str = "task") -> Make:
     """Return the function of FILE.py, FILE.py:NAME, package.module:NAME or a built-in job.
 
     A file is imported as Python runs a script: it can import what lies beside it. A worker finds it
     by its name, too, so its classes can be pickled.
 
     Raises:
-        argparse.ArgumentError: there is no such file, function or job.
+        argparse.ArgumentError: there is no such file, function or job; it names the `option`.
         BrokenTask: the file or the module cannot be imported.
     """
     if text in JOBS:
@@ -131,17 +132,17 @@ def find_make(text: str) -> Make:
     path, is_file = Path(place).absolute(), place.endswith(".py")
     if not place or (is_file and not path.is_file()):
         known = f"or one of {', '.join(JOBS)}"
-        refuse(text, f"is no file: expected FILE.py, FILE.py:make, {known}", "task")
+        refuse(text, f"is no file: expected FILE.py, FILE.py:make, {known}", option)
     if is_file and str(path.parent) != sys.path[0]:
         sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()  # the file may be new
     with Part(path.name, "its import"):
         module = importlib.import_module(path.stem if is_file else place)
     if is_file and path.resolve() != Path(getattr(module, "__file__", None) or "").resolve():
-        refuse(text, f"cannot be imported: another module is called {path.stem!r}", "task")
+        refuse(text, f"cannot be imported: another module is called {path.stem!r}", option)
     found = getattr(module, name, None)
     if not callable(found):
-        refuse(text, f"has no function {name!r}", "task")
+        refuse(text, f"has no function {name!r}", option)
     return found  # type: ignore[no-any-return]
 
 
@@ -164,6 +165,7 @@ def make_training(make: Make, device: str, seed: int, batch_size: int | None = N
     own = {} if batch_size is None else {"batch_size": batch_size}
     with Part("options", "the dict of them"):
         options = {**rest[0], **own} if rest else own
+        expect(options.keys() <= OPTIONS, "options", f"some of {sorted(OPTIONS)}", [*options])
         training = Training(model=model, data=data, loss=loss, **options)
     is_ours = not (own and training.has_loader)
     expect(is_ours, "--batch-size", "a dataset: the task has a loader of its own", "one")

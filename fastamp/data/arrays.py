@@ -1,6 +1,7 @@
 """Arrays whose rows become the rows of batches: what a loader gathers instead of reading items."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
@@ -58,11 +59,10 @@ def _as_column(array: Any) -> Tensor | None:
         return None
     if isinstance(array, Tensor):
         return array
-    try:
+    with suppress(TypeError, ValueError):  # negative strides; what default_collate refuses
         like = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]])
         return as_tensor(array) if like.dtype == dtype else None
-    except (TypeError, ValueError):  # negative strides; a dtype that default_collate refuses
-        return None
+    return None
 
 
 def as_tensor(array: Any) -> Tensor:
@@ -76,10 +76,9 @@ def as_tensor(array: Any) -> Tensor:
 @cache
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
     """Return torch's name for a dtype of NumPy, or None where torch has none."""
-    try:
+    with suppress(TypeError, ValueError):
         return torch.from_numpy(np.empty(0, dtype)).dtype
-    except (TypeError, ValueError):
-        return None
+    return None
 
 
 def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:

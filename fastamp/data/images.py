@@ -67,9 +67,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         flip: bool = False,
     ) -> None:
         self.size = as_size(size)
-        if random_crop is not None and not 0 < random_crop[0] <= random_crop[1] <= 1:
-            msg = "random_crop: expected the least and the largest share of the area, "
-            raise ValueError(msg + f"got {random_crop!r}")
+        pair = random_crop if isinstance(random_crop, list | tuple) else ()
+        if random_crop is not None and not (len(pair) == 2 and 0 < pair[0] <= pair[1] <= 1):
+            msg = f"random_crop: expected (least, largest) share of the area, got {random_crop!r}"
+            raise ValueError(msg)
         if flip not in (True, False):
             msg = f"flip: expected True or False, got {flip!r}"
             raise ValueError(msg)
@@ -169,7 +170,6 @@ def _decode(image: Any, data: bytes, box: tuple[int, ...], size: tuple[int, int]
 @cache
 def find_module(name: str) -> Any:
     """Return an optional module where it is installed, else None."""
-    try:
+    with suppress(ImportError):
         return importlib.import_module(name)
-    except ImportError:
-        return None
+    return None

@@ -60,7 +60,7 @@ def in_memory(
     Raises:
         TypeError: `dataset` has no length or items; items are not as described above; or NumPy
             lacks a dtype that a folder has to hold, as bfloat16.
-        ValueError: the dataset is random, or the folder was not made of this dataset.
+        ValueError: the dataset is empty or random, or the folder was not made of this dataset.
         OSError: the folder cannot be written or read, or its disk is too small.
 
     Example:
@@ -73,6 +73,9 @@ def in_memory(
     if not isinstance(way, str) and way.then is None:
         return dataset
     length = len(dataset)
+    if not length:
+        msg = "dataset: has no items"
+        raise ValueError(msg)
     with generators_kept():
         probed, spec = _probe(dataset, length)
         first = probed[0]

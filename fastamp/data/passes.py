@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.autograd.profiler import record_function
 
@@ -12,18 +12,25 @@ from fastamp._ops import is_profiling, untraced
 from fastamp.data.items import Made, reraise
 from fastamp.data.position import Position
 
+_Length: TypeAlias = Callable[[], int]
 _STARVED_SHARE = 0.05
 _EXPLAINED_SHARE = 0.75  # of the waiting, by the cause that is named
-_BROKEN = (
-    "this pass was interrupted or failed in the middle of a batch: "
-    "loader.load_state_dict(loader.state_dict()) lets the next one begin after the last batch "
-    "delivered"
-)
+_BROKEN = "this pass was interrupted or failed in the middle of a batch: after "
+_BROKEN += "loader.load_state_dict(loader.state_dict()) the next one begins behind the last batch"
 
 
 @dataclass
 class LoaderStats:
     """What a loader has done since it was made. Seconds of several threads or workers add up.
+
+    Args:
+        batches: delivered to the consumer.
+        elapsed_s: time in the consumer's loop: waiting for a batch and working on it.
+        wait_s: the part of it spent waiting for a batch.
+        getitem_s: time in the dataset: reading and transforming items.
+        collate_s: time in the collate function: making batches of them.
+        copy_s: time gathering rows.
+        path: how batches are made: "gathered", or "item by item: " and the reason.
 
     Example:
         >>> loader = fastamp.DataLoader(torch.arange(8), batch_size=4)
@@ -36,19 +43,12 @@ class LoaderStats:
     """
 
     batches: int = 0
-    """Batches delivered to the consumer."""
     elapsed_s: float = 0.0
-    """Time in the consumer's loop: waiting for a batch and working on it."""
     wait_s: float = 0.0
-    """The part of it spent waiting for a batch."""
     getitem_s: float = 0.0
-    """Time in the dataset: reading and transforming items."""
     collate_s: float = 0.0
-    """Time in the collate function: making batches of them."""
     copy_s: float = 0.0
-    """Time gathering rows."""
     path: str = ""
-    """How batches are made: "gathered", or "item by item: " and the reason."""
 
     def __str__(self) -> str:
         """Return the verdict: "compute-bound", or "starved 18 %: getitem", the share and its cause.
@@ -78,11 +78,7 @@ class LoaderPass(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        batches: Iterator[Made],
-        position: Position,
-        stats: LoaderStats,
-        length: Callable[[], int],
+        self, batches: Iterator[Made], position: Position, stats: LoaderStats, length: _Length
     ) -> None:
         self._batches, self.position, self._stats = batches, position, stats
         self._length = length

@@ -85,8 +85,7 @@ def find_columns(  # noqa: PLR0911 - one for each kind
     if _inherits(dataset, TensorDataset):
         return columns_of(dataset.tensors)
     if any(_inherits(dataset, kind) for kind in _OURS):
-        found: Columns | str = dataset.columns()
-        return found
+        return dataset.columns()  # type: ignore[no-any-return]
     if isinstance(dataset, Source) and type(dataset).__getitem__ is Source.__getitem__:
         return columns_of(dataset.columns())
     if is_table(dataset):

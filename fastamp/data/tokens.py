@@ -19,6 +19,7 @@ from fastamp.data.sample_rng import Keys, sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
 _DTYPES = (np.uint8, np.uint16, np.uint32, np.int32, np.int64)
+_NAMES = "uint8, uint16, uint32, int32 or int64"
 
 
 class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -61,13 +62,15 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     ) -> None:
         self.block_size = as_integer("block_size", block_size, least=1, optional=False)
         self.random_offsets = bool(random_offsets)
-        is_list = isinstance(path_or_array, list | tuple)
-        sources: Any = path_or_array if is_list else [path_or_array]
+        sources: Any = path_or_array if isinstance(path_or_array, list | tuple) else [path_or_array]
         self._sources = [  # a tensor may not be picklable
             Path(source).absolute() if isinstance(source, str | os.PathLike) else np.asarray(source)
             for source in sources
         ]
         self._dtype = None if dtype is None else np.dtype(dtype)
+        if dtype is not None and self._dtype not in _DTYPES:
+            msg = f"dtype: expected {_NAMES} in this machine's byte order, got {self._dtype!r}"
+            raise ValueError(msg)
         self._header = as_integer("header", header, least=0, optional=False)
         self._open()
 
@@ -84,7 +87,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
                 raise ValueError(msg) from error
             expected = self._dtype or parts[0].dtype
             if part.ndim != 1 or expected not in _DTYPES or part.dtype != expected:
-                kind = expected if expected in _DTYPES else "uint8, uint16, uint32, int32 or int64"
+                kind = expected if expected in _DTYPES else _NAMES
                 msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's "
                 raise ValueError(msg + f"byte order, got shape {part.shape} of {part.dtype}")
         self._parts = [part for part in parts if len(part)]
@@ -136,10 +139,13 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
 def _open(source: Any, dtype: Any, header: int) -> npt.NDArray[Any]:
     """Return the tokens of an array, or of a file, which is mapped."""
-    if isinstance(source, Path) and source.suffix.lower() != ".npy":
-        return np.memmap(source, np.uint16 if dtype is None else dtype, "r", offset=header)
-    if header:
-        msg = f"header={header}: expected 0 for anything but files of raw tokens"
+    is_raw = isinstance(source, Path) and source.suffix.lower() != ".npy"
+    nbytes = source.stat().st_size if is_raw else 0
+    if header > nbytes:
+        most = f"at most the file's {nbytes} bytes" if is_raw else "0 for all but raw tokens"
+        msg = f"header={header}: expected {most}"
         raise ValueError(msg)
+    if is_raw:
+        return np.memmap(source, np.uint16 if dtype is None else dtype, "r", offset=header)
     tokens = open_memmap(source, mode="r") if isinstance(source, Path) else source
     return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens

@@ -95,11 +95,12 @@ class MetricsTracker:
 
         Raises:
             RuntimeError: the value is on a device and a CUDA graph is being captured.
-            TypeError: the value is not one real number, the step not an integer, or the name not a
-                string.
+            TypeError: the value is no real number, the step no integer, or the name no string.
         """
-        step = step if type(step) is int else int(operator.index(step))
-        if type(name) is not str or not -LIMIT <= step < LIMIT:
+        if type(step) is not int:
+            with suppress(TypeError):
+                step = int(operator.index(step))
+        if type(name) is not str or type(step) is not int or not -LIMIT <= step < LIMIT:
             msg = f"expected a string and an integer of 64 bits, got {name=}, {step=}"
             raise TypeError(msg)
         self._put(name, value, step, time_s)
@@ -130,7 +131,7 @@ class MetricsTracker:
                 self._watched[source] = ScalerWatch(self._put, source, first_step, known).stop
             return
         if not isinstance(source, str | torch.device):
-            msg = f"source: expected a GradScaler or a CUDA device, got {source!r}"
+            msg = f"source: expected a GradScaler or a CUDA device, got {type(source)}"
             raise TypeError(msg)
         device = torch.device(source)
         has_nvml = torch.cuda.is_available() and torch.version.cuda is not None

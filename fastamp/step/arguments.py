@@ -33,7 +33,6 @@ def as_bound(name: str, value: Any, *, above_zero: bool = False) -> float:
 
 def check_group(group: Any) -> None:
     """Raise a TypeError if `process_group` is neither None nor a group that this rank is in."""
-    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        return
-    msg = f"process_group: expected None or a process group with this rank in it, got {group!r}"
-    raise TypeError(msg)
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        msg = f"process_group: expected None or a process group with this rank in it, got {group!r}"
+        raise TypeError(msg)

@@ -16,11 +16,9 @@ from fastamp.step.arguments import as_bound
 MOMENTS = ("float32", "bfloat16", "8bit")
 _LEAST_EPS = 1e-12
 _FEW = 1 << 16  # elements whose moments are not worth a warning
+_OWN = {"betas", "eps", "momentum"}  # options that tell a class
 _STAY = ("moments", "exact", "fused")  # of a group when a state is loaded
 _NOT_LOADED = ("foreach", "capturable")  # of torch's groups, which have no effect here
-_REMEDY = "optimizer.load_state_dict(optimizer.state_dict()) converts a state after a change of "
-_REMEDY += "`exact` or of a parameter, del optimizer.state[parameter] lets it begin anew, "
-_REMEDY += "p.data = p.data.contiguous() closes gaps, and p.grad lies in memory as p does"
 
 
 class Lean(Optimizer):
@@ -58,7 +56,7 @@ class Lean(Optimizer):
         if not isinstance(step, _ops.Why):
             step.apply(None, None, zero_grad=False)
         elif step.kind != "no gradient":
-            msg = f"fastamp.{type(self).__name__} cannot make this step: {step.text}; {_REMEDY}"
+            msg = f"fastamp.{type(self).__name__} cannot make this step: {step.text}"
             raise RuntimeError(msg)
         return loss
 
@@ -82,7 +80,7 @@ class Lean(Optimizer):
         given = [tuple(each.shape) for each in weights]
         _require(given == shapes, f"weights: expected tensors of the shapes {shapes}, got {given}")
         for (group, param), new in zip(params, weights, strict=True):
-            if _has_low(group, param) and "low" not in self.state[param]:
+            if formats.has_low(group, param) and "low" not in self.state[param]:
                 self.state[param] = self._new_state(group, param)
             state = _local_state(self.state.get(param, {}))
             formats.write_weights(local_of(param), state, new.to(param.device, torch.float32))
@@ -98,9 +96,9 @@ class Lean(Optimizer):
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         """Return a parameter's state before its first step."""
         state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
-        if _has_low(group, param) and is_spread(param):
+        if formats.has_low(group, param) and is_spread(param):
             state["low"] = zeros_beside(param, (*param.shape, 2), torch.uint8)
-        elif _has_low(group, param):  # two bytes for each element, in its order of memory
+        elif formats.has_low(group, param):  # two bytes for each element, in its order of memory
             state["low"] = torch.zeros_like(param, dtype=torch.int16)[..., None].view(torch.uint8)
         for each in formats.states_of(self.rule, group):
             if group["moments"] == "8bit" and formats.has_rows(param):
@@ -120,13 +118,16 @@ class Lean(Optimizer):
         the same ones. Lower halves that were not saved, as by torch's optimizer, become zeros.
 
         Raises:
-            ValueError: the groups, a shape or a dtype are not those expected, or an option is not
-                supported; the optimizer is unchanged.
+            ValueError: the groups, a shape or a dtype are not those expected, as of another class,
+                or an option is not supported; the optimizer is unchanged.
         """
         saved, groups, loaded = state_dict["param_groups"], [], {}
-        sizes = [[len(group["params"]) for group in each] for each in (saved, self.param_groups)]
-        shown = f"state_dict: groups of {sizes[0]} parameters; this optimizer has {sizes[1]}"
-        _require(sizes[0] == sizes[1], shown)
+        sizes, expected = (
+            [(len(group["params"]), *sorted(_OWN & group.keys())) for group in each]
+            for each in (saved, self.param_groups)
+        )
+        shown = f"state_dict: expected one of fastamp.{type(self).__name__}, with groups of "
+        _require(sizes == expected, f"{shown}{expected} parameters, got {sizes}")
         for group, ours in zip(saved, self.param_groups, strict=True):
             new = {name: value for name, value in group.items() if name not in _NOT_LOADED}
             stay = {name: ours[name] for name in _STAY}
@@ -177,12 +178,10 @@ class Lean(Optimizer):
         for option in ("amsgrad", "differentiable", "dampening"):
             shown = f"{option}={group.get(option)}: fastamp.{name} does not support it; "
             _require(not group.get(option), f"{shown}torch.optim.{name} does")
-        if isinstance(lr, Tensor):
-            valid = lr.numel() == 1 and lr >= 0
-            _require(valid, f"lr: expected one number of at least 0, got {lr}")
         for option in ("lr", "eps", "weight_decay", "momentum", "dampening"):
-            if option in group and not isinstance(group[option], Tensor if option == "lr" else ()):
-                group[option] = as_bound(option, group[option])
+            if option in group:
+                number = as_bound(option, group[option])
+                group[option] = lr if option == "lr" and isinstance(lr, Tensor) else number
         if "betas" in group:
             group["betas"] = betas = tuple(as_bound("betas", beta) for beta in group["betas"])
             is_valid = len(betas) == 2 and all(beta < 1 for beta in betas)
@@ -202,7 +201,7 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
         halves of weights have no place there: `master_weights` returns the weights.
 
     Raises:
-        ValueError: it is of `fastamp.Lion`, which torch does not have.
+        TypeError, ValueError: it is no dict; or is of `fastamp.Lion`, which torch does not have.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -210,11 +209,12 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
         >>> torchs = torch.optim.AdamW(model.parameters())
         >>> torchs.load_state_dict(fastamp.to_torch(ours.state_dict()))
     """
+    shown = f"state_dict: expected what optimizer.state_dict() returns, got {type(state_dict)}"
+    _require(isinstance(state_dict, dict), shown, TypeError)
     groups = state_dict["param_groups"]
     is_adam = "eps" in groups[0]
-    if not is_adam and "momentum" not in groups[0]:
-        msg = "state_dict: torch has no optimizer for it; it has AdamW and SGD"
-        raise ValueError(msg)
+    shown = "state_dict: torch has no optimizer for it; it has AdamW and SGD"
+    _require(is_adam or "momentum" in groups[0], shown)
     states: dict[Any, dict[str, Any]] = {}
     cls: Any = torch.optim.AdamW if is_adam else torch.optim.SGD
     defaults, ours = cls([torch.zeros(())]).defaults, {"moments", "exact", "seed", "fused"}
@@ -227,18 +227,18 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {"state": states, "param_groups": [{**defaults, **group} for group in kept]}
 
 
-def _require(is_valid: object, message: str) -> None:
+def _require(is_valid: object, message: str, error: type[Exception] = ValueError) -> None:
     if not is_valid:
-        raise ValueError(message)
+        raise error(message)
 
 
 def _check_parameters(group: dict[str, Any], place: int) -> None:
     """Refuse parameters that no step could update, and say where 8 bits save little."""
     for index, param in enumerate(group["params"]):
         name = f"param_groups[{place}]['params'][{index}]"
-        if param.requires_grad and param.dtype not in formats.DTYPES:
-            msg = f"params: expected float32 or bfloat16, {name} is {param.dtype}"
-            raise TypeError(msg)
+        is_valid = not param.requires_grad or param.dtype in formats.DTYPES
+        shown = f"params: expected float32 or bfloat16, {name} is {param.dtype}"
+        _require(is_valid, shown, TypeError)
         placements: Any = getattr(param, "placements", ())
         by_rows = all(each.is_replicate() or each.is_shard(0) for each in placements)
         shown = f"moments='8bit': {name} is a DTensor that is not sharded by its first dimension "
@@ -250,10 +250,6 @@ def _check_parameters(group: dict[str, Any], place: int) -> None:
         msg = f"moments='8bit' saves nothing for most of param_groups[{place}]: tensors of one "
         msg += "dimension, as FSDP1's flat parameters, keep float32; FSDP2 (fully_shard) keeps rows"
         warnings.warn(msg, stacklevel=5)
-
-
-def _has_low(group: dict[str, Any], param: Tensor) -> bool:
-    return bool(group["exact"]) and param.dtype == torch.bfloat16
 
 
 def zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastamp import _ops
+from fastamp._ops.formats import has_low
 from fastamp._ops.types import NO_GRADIENT, NO_STATE, Why
 from fastamp.step import muon
 from fastamp.step.shards import Shards, shards_of
@@ -30,6 +31,9 @@ OWN = "lean"  # its class names the rule
 _COMMON = {"lr", "foreach", "capturable", "differentiable", "fused"}
 # What a step of torch would look at in the optimizer itself.
 _PATCHES = {"_init_group", "grad_scale", "found_inf"}
+_CONVERT = "optimizer.load_state_dict(optimizer.state_dict()) converts it"
+_REMEDY = f"of another order in memory {_CONVERT}, del optimizer.state[p] lets p begin anew, "
+_REMEDY += "p.data = p.data.contiguous() closes gaps, and p.grad lies in memory as p does"
 _PATCHED = Why("torch", "hooks, patches or modes around the step")
 
 
@@ -146,18 +150,23 @@ def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | Why:
 
 
 def read_own(optimizer: Optimizer) -> NativeStep | Why:
-    """Read a lean optimizer for its own `step`, or name the parameter that the core refuses."""
+    """Read a lean optimizer for its own `step`; or name a refused parameter, and the remedy."""
     backend, known = cast(Any, prepare(optimizer, is_own=True))
     step = _read(optimizer, backend, known)
     if not isinstance(step, Why):
         return step
     for place, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
-            alone = {**group, "params": [param]}
-            refusal = backend.read(known.update, [alone], optimizer.state, None)
+            name, state = f"param_groups[{place}]['params'][{index}]", optimizer.state.get(param)
+            if param.grad is not None and state and has_low(group, param) != ("low" in state):
+                made = "bfloat16 with exact=True" if "low" in state else "float32 or exact=False"
+                text = f"{name} is {param.dtype}, and its state was made for {made}: {_CONVERT}"
+                return Why("torch", text)
+            alone = [{**group, "params": [param]}]
+            refusal = backend.read(known.update, alone, optimizer.state, None)
             if isinstance(refusal, tuple) and refusal[0] == step.kind:
-                return Why(step.kind, f"param_groups[{place}]['params'][{index}]: {refusal[1]}")
-    return step
+                return Why(step.kind, f"{name}: {refusal[1]}; {_REMEDY}")
+    return step._replace(text=f"{step.text}; {_REMEDY}")
 
 
 def _read(optimizer: Optimizer, backend: Any, known: Known) -> NativeStep | Why:

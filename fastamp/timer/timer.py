@@ -35,6 +35,14 @@ _OTHER = "(other)"
 class RegionStats(NamedTuple):
     """The figures of one region, in seconds: on the GPU where the timer has one.
 
+    Args:
+        count: how often it was timed; exact, like `total`, `min` and `max`.
+        p50, p90, p99: from a histogram whose buckets are at most 3.2 % wide.
+        host: total on the host. Where it is near the GPU's total, the region is launch-bound.
+        gap: total on the GPU between the event before the region, in its stream, and the region.
+        dropped: how often it was not timed: 4,096 events in flight, or a CUDA graph's capture.
+        histogram: (bucket, count): a bucket for each nanosecond below 64, 32 for each doubling.
+
     Example:
         >>> timer = fastamp.Timer("cpu")
         >>> with timer("sum"):
@@ -45,23 +53,17 @@ class RegionStats(NamedTuple):
     """
 
     count: int  # type: ignore[assignment]  # hides the tuple's method
-    """How often it was timed; exact, like the sum, the minimum and the maximum."""
     total: float
     mean: float
     min: float
     max: float
     p50: float
-    """From a histogram whose buckets are at most 3.2 % wide, and so are p90 and p99."""
     p90: float
     p99: float
     host: float = 0.0
-    """Total on the host. Where it is near the GPU's total, the region is launch-bound."""
     gap: float = 0.0
-    """Total on the GPU between the event before the region, in its stream, and the region."""
     dropped: int = 0
-    """How often it was not timed on the GPU: 4,096 events in flight, or a CUDA graph's capture."""
     histogram: tuple[tuple[int, int], ...] = ()
-    """(bucket, count). Each nanosecond below 64 has its own bucket, each doubling above has 32."""
 
 
 class Timer:

@@ -335,7 +335,7 @@ def test_a_built_in_task_has_the_same_losses_by_torch_and_by_fastamp(name, monke
         ("latency --batch-sizes 1 0", "--batch-sizes: '0' is not an integer of at least 1"),
         ("--target loss:1", "argument --target: 'loss:1' is none of speedup:X, memory:X and"),
         ("--arm x", "argument --arm: 'x' is not NAME=FILE.py:make"),
-        ("--arm x=missing.py", "missing.py' is no file: expected FILE.py, FILE.py:make, or"),
+        ("--arm x=/missing.py", "argument --arm: '/missing.py' is no file: expected FILE.py, FILE"),
         ("--precision fp8", "argument --precision: invalid choice: 'fp8'"),
         ("--json missing/x", "argument --json: 'missing/x' is no file that can be written"),
         ("--report /dev/null/x", "argument --report: '/dev/null/x' is no file that can be written"),

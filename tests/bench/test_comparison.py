@@ -67,12 +67,17 @@ def test_a_short_callable_is_called_several_times_in_a_visit(clock):
         calls.append(1)
         clock.spend(1e-3)
 
-    fastamp.bench.compare({"a": short, "b": partial(clock.spend, 1.0)}, build_s=0.0)
+    fastamp.bench.compare({"a": short, "b": partial(clock.spend, 1.0)}, build_s=1e-9)
     assert len(calls) % 10 == 1  # and one before
     assert len(calls) > 150
 
 
-def test_a_ratio_to_no_callable_is_refused_by_name(clock):
+def test_a_wrong_argument_is_named(clock):
+    for callables in ({"a": max}, [max, min], {"a": max, "b": 3}):
+        with pytest.raises(TypeError, match="callables: expected two or more by name"):
+            fastamp.bench.compare(callables)
+    with pytest.raises(ValueError, match="build_s: expected a number above 0, got 0"):
+        fastamp.bench.compare({"a": max, "b": min}, build_s=0)
     found = fastamp.bench.compare({n: partial(clock.spend, 1.0) for n in "ab"})
     with pytest.raises(KeyError, match="'c'"):
         found.ratio("c", "a")

@@ -36,6 +36,8 @@ BROKEN = {
     "return nn.ReLU(), data, loss": "options['optimizer']: its call raised ValueError",
     "return model, data, 'mse'": "loss: its computation raised TypeError: 'str' object is not",
     "return model, data, loss, []": "options: the dict of them raised TypeError: 'list' object",
+    "return model, data, loss, {'batchsize': 8}": "options: expected some of ['batch_size', 'evalu"
+    "ate', 'max_norm', 'optimizer'], got ['batchsize']",
     "return model, data, loss, {'batch_size': 0}": "dataset: DataLoader raised ValueError: batch_s",
     "return model, iter([]), loss": "dataset: expected a batch in every pass, got none",
     "model.forward = fail; return model, data, loss": "model: its call on a batch raised"
@@ -92,9 +94,8 @@ def test_the_example_of_the_help_is_a_task(quick, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["nanogpt", "classifier", "hugging_face"])
 def test_other_peoples_scripts_are_tasks_of_twenty_lines(quick, name, tmp_path, capsys):
-    pytest.importorskip(
-        {"classifier": "sklearn", "hugging_face": "transformers"}.get(name, "torch")
-    )
+    needed = {"classifier": "sklearn", "hugging_face": "transformers"}
+    pytest.importorskip(needed.get(name, "torch"))
     source = (EXAMPLES / f"task_{name}.py").read_text()
     assert len([line for line in source.splitlines() if line]) <= 20
     path = tmp_path / f"task_{name}.py"

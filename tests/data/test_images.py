@@ -136,8 +136,9 @@ def test_a_folder_without_images_is_refused_by_name(tmp_path):
     [
         ({"size": 0}, "size: expected an integer of at least 1, got 0"),
         ({"size": (4, 4, 3)}, "size: expected a number, or height and width, got (4, 4, 3)"),
-        ({"random_crop": (0, 1)}, "random_crop: expected the least and the largest"),
-        ({"random_crop": (0.5, 1.1)}, "random_crop: expected the least and the largest"),
+        ({"random_crop": (0, 1)}, "random_crop: expected (least, largest) share"),
+        ({"random_crop": (0.5, 1.1)}, "random_crop: expected (least, largest) share"),
+        ({"random_crop": True}, "random_crop: expected (least, largest) share of the area, got T"),
         ({"flip": 0.05}, "flip: expected True or False, got 0.05"),
     ],
     ids=str,

@@ -72,12 +72,10 @@ def test_what_is_no_scalar_is_refused_and_leaves_nothing():
     for value in (1j, None, "a", 10**400, np.ones(2), *tensors):
         with pytest.raises(TypeError, match="value of 'loss': expected one real number, got"):
             made.log_scalar("loss", value, 0)
-    for name, step in (("loss", 2**63), (b"loss", 1)):
+    for name, step in (("loss", 2**63), (b"loss", 1), ("loss", 0.5)):
         text = f"integer of 64 bits, got name={name!r}, step={step!r}"
         with pytest.raises(TypeError, match=re.escape(text)):
             made.log_scalar(name, 1.0, step)
-    with pytest.raises(TypeError, match="float"):
-        made.log_scalar("loss", 1.0, 0.5)
     assert made.summary() == {}
     with pytest.raises(KeyError, match=r"nothing was logged as 'loss', only as \[\]"):
         made.history("loss")

@@ -21,6 +21,7 @@ from fastamp import _ops
 from fastamp._ops import choose, formats
 
 st = hypothesis.strategies
+MOMENTS = ("float32", "bfloat16", "8bit")
 BOTH = pytest.mark.parametrize("exact", [True, False])
 needs_ranks = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="no torch.distributed"
@@ -237,7 +238,7 @@ def change_the_order(optimizer, parameter):
 
 def change_the_shape(optimizer, parameter):
     parameter.grad = None
-    parameter.data = torch.ones(4, 10, 10, device=parameter.device)
+    parameter.data = torch.ones(4, 10, 10, dtype=torch.bfloat16, device=parameter.device)
     parameter.grad = torch.ones_like(parameter)
 
 
@@ -245,28 +246,37 @@ def change_exact(optimizer, parameter):
     optimizer.param_groups[0]["exact"] = not optimizer.param_groups[0]["exact"]
 
 
+def change_dtype(optimizer, parameter):  # by `module.float()` or `module.bfloat16()`
+    is_short, parameter.grad = parameter.dtype == torch.bfloat16, None
+    parameter.data = parameter.data.to(torch.float32 if is_short else torch.bfloat16)
+    parameter.grad = torch.ones_like(parameter)
+
+
 def reset_a_moment(optimizer, parameter):  # by assignment, as in ReLoRA: it would change nothing
     optimizer.state[parameter]["exp_avg_sq"] = torch.zeros(4, 100, device=parameter.device)
 
 
-ANEW = r"exact.*load_state_dict|load_state_dict.*exact"
+SHORT = r"\['params'\]\[0\] is torch.\w*, .* for bfloat16 with exact=True: .*load_state_dict"
+WIDE = r"\['params'\]\[0\] is torch.bfloat16, .* for float32 or exact=False: .*load_state_dict"
 
 
 @pytest.mark.parametrize(
-    ("change", "exact", "said"),
+    ("change", "moments", "dtype", "exact", "said"),
     [
-        (leave_gaps, True, r"\['params'\]\[0\]: .*contiguous"),
-        (change_the_order, True, r"\['params'\]\[0\]: .*load_state_dict"),
-        (change_the_shape, True, "exp_avg_codes: its shape"),
-        (change_exact, True, ANEW),
-        (change_exact, False, ANEW),
-        (reset_a_moment, True, r"exp_avg_sq was set beside .* del optimizer.state"),
+        (leave_gaps, "8bit", torch.bfloat16, True, r"\['params'\]\[0\]: .*contiguous"),
+        (change_the_order, "8bit", torch.bfloat16, True, r"\['params'\]\[0\]: .*load_state_dict"),
+        (change_the_shape, "8bit", torch.bfloat16, True, r"\[0\]: \w*: its shape"),
+        (change_exact, "8bit", torch.bfloat16, True, SHORT),
+        (change_exact, "8bit", torch.bfloat16, False, WIDE),
+        *((change_dtype, each, torch.bfloat16, True, SHORT) for each in MOMENTS),
+        (change_dtype, "8bit", torch.float32, True, WIDE),
+        (reset_a_moment, "8bit", torch.bfloat16, True, "exp_avg_sq was .* del optimizer.state"),
     ],
 )
 def test_what_cannot_be_in_mid_run_is_refused_by_name_and_changes_nothing(
-    change, exact, said, backend, device
+    change, moments, dtype, exact, said, backend, device
 ):
-    (parameter,), optimizer = make(torch.bfloat16, "8bit", exact, [(4, 100)])
+    (parameter,), optimizer = make(dtype, moments, exact, [(4, 100)])
     train([parameter], optimizer, 2, bad=())
     give([parameter], 2)
     change(optimizer, parameter)
@@ -282,7 +292,8 @@ def test_what_cannot_be_in_mid_run_is_refused_by_name_and_changes_nothing(
     else:
         return
     optimizer.step()
-    assert ("low" in optimizer.state[parameter]) == optimizer.param_groups[0]["exact"]
+    has_low = optimizer.param_groups[0]["exact"] and parameter.dtype == torch.bfloat16
+    assert ("low" in optimizer.state[parameter]) == has_low
 
 
 def by_state(parameters, optimizer):
@@ -323,7 +334,7 @@ def test_moments_of_channels_last_are_loaded_in_their_order_of_memory():
     assert found[1]["exp_avg"].stride() == model.weight.stride()
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("moments", MOMENTS)
 def test_torchs_adamw_goes_on_here_and_back(moments):
     theirs, _ = make(torch.float32, "float32", True)
     torchs = torch.optim.AdamW(theirs, lr=1e-2, fused=True)
@@ -345,6 +356,14 @@ def test_torchs_adamw_goes_on_here_and_back(moments):
     train(theirs, torchs, 2, first=3)
     if moments == "float32" and HAS_CORE:
         assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_to_torch_takes_the_states_that_torch_has():
+    optimizer = fastamp.Lion([torch.nn.Parameter(torch.zeros(4))])
+    with pytest.raises(TypeError, match=r"state_dict: expected what .* got .*Lion"):
+        fastamp.to_torch(optimizer)
+    with pytest.raises(ValueError, match="state_dict: torch has no optimizer for it"):
+        fastamp.to_torch(optimizer.state_dict())
 
 
 @needs_core  # for torch's bits
@@ -397,6 +416,7 @@ def test_a_state_of_an_older_torch_is_loaded(backend):
         ("exp_avg", None, "exp_avg of parameter 1 is missing"),
         ("eps", None, "eps: expected at least"),
         ("groups", None, "groups of"),
+        ("class", None, r"one of fastamp.AdamW, with groups of \[\(2, 'betas', 'eps'\)\] .*mom"),
     ],
 )
 def test_a_wrong_state_is_refused_by_name_and_changes_nothing(name, spoil, said):
@@ -409,6 +429,8 @@ def test_a_wrong_state_is_refused_by_name_and_changes_nothing(name, spoil, said)
         saved["param_groups"][0]["eps"] = 0.0
     elif name == "groups":
         saved["param_groups"] = saved["param_groups"][:0]
+    elif name == "class":
+        saved = fastamp.SGD(parameters).state_dict()
     else:
         state = next(state for state in saved["state"].values() if name in state)
         old = state.pop(name)
@@ -460,7 +482,7 @@ def test_bytes_of_gpt_2s_layers_are_half(name, nbytes):
         ("AdamW", {"amsgrad": True}, "amsgrad=True: fastamp.AdamW does not .* torch.optim.AdamW"),
         ("AdamW", {"differentiable": True}, "differentiable=True"),
         ("AdamW", {"lr": -1.0}, "lr: expected a number of at least 0, got -1.0"),
-        ("AdamW", {"lr": torch.ones(2)}, "lr: expected .*(of one, got 2|at least 0)"),
+        ("AdamW", {"lr": torch.ones(2)}, "lr: expected a number, got tensor"),
         ("AdamW", {"betas": (0.9, 1.0)}, "betas: expected two numbers"),
         ("AdamW", {"eps": "x"}, "eps: expected a number, got 'x'"),
         ("AdamW", {"seed": -1}, "seed: expected an integer"),

@@ -74,6 +74,8 @@ def test_json_has_the_summary_and_the_time_since_the_first_region_or_the_reset(
     timer.reset()
     now[0] = 17.0
     assert content()["elapsed"] == 2
+    with pytest.raises(OSError, match=r"'/proc/x\.json'$"):
+        timer.to_json("/proc/x.json")
 
 
 def test_the_table_has_a_line_for_each_region(timer):
