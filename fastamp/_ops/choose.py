@@ -150,8 +150,7 @@ def why_fallback(device: torch.device) -> str | None:
     if (why := _why_no_cuda_code()) is not None:
         return why
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        msg = f"the first use of fastamp on {device} is in the capture of a CUDA graph, and kernels"
-        msg += " cannot be loaded in one: make one step before the capture"
+        msg = f"the first use of fastamp on {device} is in a graph's capture: make one step before"
         raise RuntimeError(msg)
     try:
         core.check_device(device.index or 0)

@@ -42,8 +42,7 @@ class Grads:
         self, parts: list[Part], reduce: Callable[[list[Part]], Reduced] | None = None
     ) -> None:
         self._parts, self._reduce = parts, reduce
-        self.device = parts[0].device
-        """The first gradient's, which the statistics are on."""
+        self.device = parts[0].device  # the first gradient's, which the statistics are on
 
     def measure(self, clip: Clip) -> StepReport:
         """Read every element once; the tensors of `clip` lie on `device`."""

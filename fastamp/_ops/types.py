@@ -55,8 +55,8 @@ class StepReport:
     scale: Tensor = _value(4)
 
     def __init__(self, values: Tensor | Sequence[Tensor] | None, way: str = "") -> None:
-        # Compiled code's are one tensor, with views only if somebody looks: they take a tenth of a
-        # small network's step. None: nothing was read.
+        # Compiled code's are one tensor: five views take a tenth of a small network's step. None:
+        # nothing was read.
         self.values = values
         self.way = way
 
@@ -67,11 +67,10 @@ class StepReport:
 
     def stacked(self) -> Tensor:
         """Return norm, found_inf, clip_coef, factor and scale as one tensor."""
-        if self.values is None:
-            return torch.tensor([torch.nan, 0.0, 1.0, 1.0, 1.0])  # as `unread`
-        if isinstance(self.values, Tensor):
-            return self.values
-        return torch.stack([each.to(self.values[0].device) for each in self.values])
+        values = unread() if self.values is None else self.values
+        if isinstance(values, Tensor):
+            return values
+        return torch.stack([each.to(values[0].device) for each in values])
 
     def replace(self, **changed: Tensor) -> "StepReport":
         """Return a copy in which the statistics of these names are others."""

@@ -84,8 +84,7 @@ def get_total_norm(
         tensor(5.)
     """
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    norm_type = float(norm_type)
-    is_torchs = norm_type != 2 or torch.compiler.is_compiling()
+    is_torchs = float(norm_type) != 2 or torch.compiler.is_compiling()
     read = None if is_torchs else _ops.hold(tensors)
     if read is not None:
         norm = read.measure(_ops.Clip()).norm

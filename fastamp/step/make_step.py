@@ -176,9 +176,7 @@ def grads_to_read(
 def measure(grads: Grads, clip: Clip, counts: SkipCounts | None = None) -> StepReport:
     """Read every gradient once; the tensors of `clip` may lie on any device."""
     device = grads.device
-    scale, before = (
-        None if each is None else _ops.moved(each, device) for each in (clip.scale, clip.before)
-    )
+    scale, before = (x if x is None else _ops.moved(x, device) for x in (clip.scale, clip.before))
     skipped = None if counts is None else counts.on(device)
     return grads.measure(clip._replace(scale=scale, before=before, skipped=skipped))
 

@@ -82,8 +82,7 @@ class MuonBackend:
         is_skipped = found_inf is not None and not self._core.is_apart and bool(found_inf.item())
         for matrices, ranks, first in () if is_skipped else read:
             group, param, whole, *_ = matrices[0]
-            size = len(matrices), *param.shape
-            rows = torch.empty(size, dtype=torch.bfloat16, device=self.device)
+            rows = param.new_empty((len(matrices), *param.shape), dtype=torch.bfloat16)
             directions = rows.unbind()
             states = {to: each.state for to, each in zip(directions, matrices, strict=True)}
             grads = [each.grad for each in matrices]
@@ -186,9 +185,8 @@ def _orthogonalize_shared_(
 
 
 def _exchange(to: Tensor, received: list[int], values: Tensor, sent: list[int], ranks: Any) -> None:
-    sizes = [2 * size for size in received], [2 * size for size in sent]
     to, values = to.view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)  # gloo: no bf16
-    dist.all_to_all_single(to, values, sizes[0], sizes[1], group=ranks)
+    dist.all_to_all_single(to, values, [2 * n for n in received], [2 * n for n in sent], ranks)
 
 
 _compared: "WeakSet[Optimizer]" = WeakSet()

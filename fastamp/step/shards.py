@@ -52,8 +52,7 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:
                 return "a gradient or state is sharded otherwise than its parameter"
             if state:
                 shards.states[local_of(param)] = {n: local_of(v) for n, v in state.items()}
-        shards.groups.append(
-            {**group, "params": [local_of(param) for param in wholes], "wholes": wholes}
-        )
+        params = [local_of(param) for param in wholes]
+        shards.groups.append({**group, "params": params, "wholes": wholes})
         shards.grads.extend(local_of(param.grad) for param in wholes)
     return shards
