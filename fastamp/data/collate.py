@@ -14,12 +14,13 @@ from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
 from fastamp.data.arrays import torch_dtype
-from fastamp.data.memory import LEASED_NBYTES, Memory
+from fastamp.data.memory import Memory
 from fastamp.data.structure import contents_of, rebuild
 
 # What torch collates by these, the core stacks.
 _STACKED = (torch_collate.collate_tensor_fn, torch_collate.collate_numpy_array_fn)
 _CPU = torch.device("cpu")
+_REUSED_NBYTES = 32 << 20  # up to here glibc keeps a freed block for the next batch
 
 Pad: TypeAlias = float | Mapping[Any, Any] | None
 
@@ -166,9 +167,9 @@ def _as_element(pad: float, dtype: torch.dtype) -> Tensor | None:
 def collate_faster(compiled: BatchCollator, samples: list[Any]) -> Any:
     """Return torch's default batch, or the compiled one where that is faster: see measured.md.
 
-    Batches from 1 MiB on are stacked into leased or pinned memory; torch makes the others.
+    Larger ones, and pinned ones, are stacked into leased memory; torch makes the others.
     """
-    if compiled._memory.pinned or _nbytes_of(samples[0]) * len(samples) >= LEASED_NBYTES:
+    if compiled._memory.pinned or _nbytes_of(samples[0]) * len(samples) > _REUSED_NBYTES:
         return compiled(samples)
     return default_collate(samples)
 

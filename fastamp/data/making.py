@@ -159,9 +159,8 @@ class Making:
         collate_fn, memory = self.loader.collate_fn, self.own.memory
         if type(collate_fn) is BatchCollator and not in_process:
             collate_fn = collate_fn.with_memory(memory)
-        elif collate_fn is default_collate:
-            compiled = BatchCollator().with_memory(Memory() if in_process else memory)
-            collate_fn = partial(collate_faster, compiled)
+        elif collate_fn is default_collate and not in_process:  # torch's writes into shared memory
+            collate_fn = partial(collate_faster, BatchCollator().with_memory(memory))
         pins = self.loader.pin_memory and can_pin() and not in_process
         return Items(dataset, collate_fn, single=self.single, pins=pins)
 

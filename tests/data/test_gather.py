@@ -17,12 +17,10 @@ from fastamp._ops import core_for
 from fastamp.data import sources
 from fastamp.data.memory import Memory
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def core():
-    found = core_for(CPU)
+    found = core_for(torch.device("cpu"))
     if found is None:
         pytest.skip("there is no compiled core")
     return found
@@ -118,8 +116,7 @@ def test_a_graph_that_saved_a_batch_holds_its_memory(monkeypatch):
 def test_few_buffers_wait_and_none_beyond_max_bytes(monkeypatch):
     monkeypatch.setattr("fastamp.data.memory.LEASED_NBYTES", 1)
     memory = Memory(max_bytes=100)
-    made = [memory.allocate((size,), torch.uint8) for size in range(80, 101)]
-    made += [memory.allocate((101,), torch.uint8)]
+    made = [memory.allocate((size,), torch.uint8) for size in range(80, 102)]
     del made
     assert free_nbytes(memory) <= 400
     taken = memory.allocate((90,), torch.uint8)
@@ -133,7 +130,6 @@ def test_few_buffers_wait_and_none_beyond_max_bytes(monkeypatch):
 
 @pytest.mark.parametrize("threads", [2, 16, 64])
 def test_a_loader_holds_one_batch(threads):
-    """It held a batch for each thread and one more."""
     data, held = torch.zeros(40, 1 << 20, dtype=torch.uint8), []
     torch.set_num_threads(threads)
     loader = fastamp.DataLoader(TensorDataset(data), 4)
@@ -144,6 +140,14 @@ def test_a_loader_holds_one_batch(threads):
         next(batches)
         assert len(held) == 1
         assert free_nbytes(loader._fastamp.memory) == 4 << 20  # of the batch that was dropped
+
+
+@pytest.mark.usefixtures("core")
+def test_item_batches_are_leased_above_32_mib_alone():
+    for count, leased in ((32, 0), (33, 1)):
+        loader = fastamp.DataLoader([torch.zeros(1 << 20, dtype=torch.uint8)] * count, count)
+        next(iter(loader))
+        assert len(loader._fastamp.memory.free) == leased
 
 
 def test_a_write_at_each_step_makes_no_batch_twice(monkeypatch):
