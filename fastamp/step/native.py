@@ -160,7 +160,7 @@ def read_own(optimizer: Optimizer) -> NativeStep | Why:
             name, state = f"param_groups[{place}]['params'][{index}]", optimizer.state.get(param)
             if param.grad is not None and state and has_low(group, param) != ("low" in state):
                 made = "bfloat16 with exact=True" if "low" in state else "float32 or exact=False"
-                return Why("torch", f"{name} is {param.dtype}, its state is of {made}: {_CONVERT}")
+                return Why("torch", f"{name} is {param.dtype}, its state is for {made}: {_CONVERT}")
             alone = [{**group, "params": [param]}]
             refusal = backend.read(known.update, alone, optimizer.state, None)
             if isinstance(refusal, tuple) and refusal[0] == step.kind:
