@@ -1,10 +1,10 @@
 """Draw what people see first: what each part gains, as a table and as a picture, from records.
 
-`python benchmarks/front_page.py` writes both into README.md and docs/, from the records of the
-bench that are kept in benchmarks/results. `--measure` makes these records anew, on a quiet machine
-and in some 20 minutes; `--measure loader` one of them. `--check` writes nothing and exits with 1 if
-the pages are not what the records give. The record of a machine that was too noisy is not kept, and
-the status is 3: measure that command again.
+`python benchmarks/front_page.py` writes both into README.md and docs/, and all figures into
+docs/how/measured.md, from the records that are kept in benchmarks/results. `--measure` makes these
+anew, on a quiet machine and in some 40 minutes; `--measure loader` one of them. `--check` writes
+nothing and exits with 1 if the pages are not what the records give. The record of a machine that
+was too noisy is not kept, and the status is 3: measure that command again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "gains.svg"
 PAGES = {ROOT / "README.md": "docs/", ROOT / "docs" / "index.md": ""}  # and where docs/ is
+MEASURED = ROOT / "docs" / "how" / "measured.md"
 BEGIN, END = "<!-- by benchmarks/front_page.py -->\n", "<!-- end -->\n"
 GAIN = 1.005  # the least low end that two digits tell from 1.00
-COMMANDS = {  # of the bench, by the record that has their rows
-    "step": "step",
-    "loader": "loader",
-    "jobs": "all small-gpt mlp rl examples/task_images.py",
+COMMANDS = {  # by the record that has their rows
+    "step": "-m fastamp.bench step",
+    "rows": "benchmarks/step_rows.py --rows gpt2/norm gpt2/clip gpt2/adamw-zero-grad "
+    "gpt2/adamw-bf16 gpt2/adamw-8bit 465gx1000/adamw network/adamw-no-scaler lora/adamw-no-scaler "
+    "width128/muon width384/muon",
+    "loader": "-m fastamp.bench loader",
+    "jobs": "-m fastamp.bench all small-gpt mlp rl examples/task_images.py",
 }
 
 
@@ -177,13 +181,38 @@ def make_table(figures: dict[str, list[Found]], records: dict[str, Any], docs: s
 
 def _sources(records: dict[str, Any]) -> Iterator[str]:
     machines: dict[str, list[str]] = {}
-    for record in records.values():
-        env, day = record["environment"], record["created"][:10]
-        torch = env["torch"].partition("+")[0]
-        machine = f"{env['threads']} cores of {env['device_name']}, torch {torch}, {day}"
-        machines.setdefault(machine, []).append(f"`{record['command']}`")
+    used = {row.command for rows in GROUPS.values() for row in rows}
+    for record in (record for command, record in records.items() if command in used):
+        machines.setdefault(_machine(record), []).append(f"`{record['command']}`")
     for machine, commands in machines.items():
         yield f"{', '.join(commands)}: {machine}."
+
+
+def _machine(record: dict[str, Any]) -> str:
+    env, day = record["environment"], record["created"][:10]
+    torch = env["torch"].partition("+")[0]
+    return f"{env['threads']} cores of {env['device_name']}, torch {torch}, {day}"
+
+
+def list_all(records: dict[str, Any]) -> str:
+    """Return every ratio of fastamp's in the records, and the losses of lean training."""
+    lines = []
+    for command, record in records.items():
+        lines += ["", f"`python {COMMANDS[command]}`: {_machine(record)}.", ""]
+        lines += ["| race | arm | over | its time | arm's | ratio |", "|---|---|---|--:|--:|--:|"]
+        for each in (each for each in record["measurements"] if "fastamp" in each["arm"]):
+            race = max((race for race in record["races"] if race in each["name"]), key=len)
+            times = [_show(_time_s(record, race, each[arm])) for arm in ("base", "arm")]
+            cells = [f"`{race}`", each["arm"], each["base"], *times, _say(_read(each))]
+            lines.append(f"| {' | '.join(cells)} |")
+    lean = json.loads((RESULTS / "lean_quality.json").read_text(encoding="utf-8"))
+    lines += ["", f"`python benchmarks/lean_quality.py`: losses after {lean['steps']:,} steps.", ""]
+    lines += ["| job | weights, moments | by seed |", "|---|---|---|"]
+    for job, arms in lean["jobs"].items():
+        for arm, curves in arms.items():
+            losses = ", ".join(f"{curve[-1]:.3f}" for curve in curves)
+            lines.append(f"| `{job}` | {arm} | {losses} |")
+    return "\n".join([*lines, "", ""])
 
 
 def make_picture(figures: dict[str, list[Found]]) -> str:
@@ -209,7 +238,7 @@ def measure(command: str) -> str:
     """Run a command of the bench, and keep its record without the rounds; return why not, or ""."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         words = [*COMMANDS[command].split(), "--device", "cpu", "--json", file.name]
-        subprocess.run([sys.executable, "-I", "-m", "fastamp.bench", *words], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, "-I", *words], check=True, cwd=ROOT)
         record = json.loads(Path(file.name).read_text(encoding="utf-8"))
     if record["noise"]:
         return f"{command}: {record['noise']}; nothing is kept"
@@ -233,10 +262,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     records = read_records()
     figures = read_figures(records)
     wrong = []
-    for path, docs in PAGES.items():
+    blocks = {path: make_table(figures, records, docs) for path, docs in PAGES.items()}
+    for path, block in {**blocks, MEASURED: list_all(records)}.items():
         old = path.read_text(encoding="utf-8")
         before, _, rest = old.partition(BEGIN)
-        new = f"{before}{BEGIN}{make_table(figures, records, docs)}{END}{rest.partition(END)[2]}"
+        new = f"{before}{BEGIN}{block}{END}{rest.partition(END)[2]}"
         wrong += [path] if new != old else []
         if not args.check:
             path.write_text(new, encoding="utf-8")

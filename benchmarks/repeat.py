@@ -5,17 +5,12 @@ and three jobs, five times each, in turn, in processes of their own. Each run is
 when it ends; one that fails is counted, and the next goes on. The end says how many of the ten
 pairs of intervals overlap, and how many runs give a verdict. Exit status: 0; 1 unless 95 % of all
 pairs overlap and 8 in 10 runs have a verdict. `--only rl --runs 2` measures a part.
-
-`--busy 20`: so many runs, of the subjects in turn, while every core is busy with another program.
-Each verdict there is printed; one that a quiet run does not give is false. Exit status: 0; 1 if a
-run gives a verdict other than that of the quiet runs in `--quiet FILE`, which a run before wrote.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -37,7 +32,6 @@ SUBJECTS = {
     "rl": ("train rl", "fastamp/fp32"),
     "small-gpt": ("train small-gpt", "fastamp/fp32"),
 }
-BUSY = "while True: pass"
 FAILED = "failed"
 LEAST_OVERLAP, LEAST_VERDICTS = 0.95, 0.8
 
@@ -68,13 +62,12 @@ def run(name: str) -> dict[str, Any]:
     return row
 
 
-def run_all(names: list[str], path: Path | None = None) -> list[dict[str, Any]]:
+def run_all(names: list[str], path: Path) -> list[dict[str, Any]]:
     """Run subjects in turn; the file has all rows so far after each of them."""
     rows: list[dict[str, Any]] = []
     for name in names:
         rows.append(run(name))
-        if path is not None:
-            path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return rows
 
 
@@ -96,39 +89,17 @@ def summarize(rows: list[dict[str, Any]]) -> int:
     return int(shares[0] < LEAST_OVERLAP or shares[1] < LEAST_VERDICTS)
 
 
-def find_false(rows: list[dict[str, Any]], quiet: list[dict[str, Any]]) -> int:
-    """Print and count the verdicts that no quiet run of the subject gives."""
-    known = {(row["name"], row["verdict"]) for row in quiet}
-    names = {row["name"] for row in quiet}
-    told = [row for row in rows if row["verdict"] in SAID[:3]]
-    false = [r for r in told if r["name"] in names and (r["name"], r["verdict"]) not in known]
-    print(f"{len(told)} of {len(rows)} busy runs have a verdict, {len(false)} of them are false")
-    return len(false)
-
-
 def main() -> int:
-    """Repeat, quiet or busy; return the exit status."""
+    """Repeat; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=SUBJECTS, default=[*SUBJECTS], metavar="NAME")
     add("--runs", type=number(int, 1), default=5, help=f"of each {DEFAULT}")
-    add("--busy", type=number(int, 1), metavar="RUNS", help="all together, on busy cores")
-    add("--quiet", type=Path, default=Path("repeat.json"), help=f"the quiet runs {DEFAULT}")
+    add("--json", type=Path, default=Path("repeat.json"), help=f"has all rows {DEFAULT}")
     args = parser.parse_args()
-    if not args.busy:
-        return summarize(run_all(args.only * args.runs, args.quiet))
-    words = [sys.executable, "-c", BUSY]
-    neighbours = [subprocess.Popen(words) for _ in os.sched_getaffinity(0)]
-    try:
-        rows = run_all([args.only[place % len(args.only)] for place in range(args.busy)])
-    finally:
-        for each in neighbours:
-            each.kill()
-            each.wait()
-    quiet = json.loads(args.quiet.read_text(encoding="utf-8")) if args.quiet.exists() else []
-    return int(find_false(rows, quiet) > 0)
+    return summarize(run_all(args.only * args.runs, args.json))
 
 
 if __name__ == "__main__":

@@ -15,16 +15,16 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def front(monkeypatch, tmp_path):
-    """Return the script, with copies of the records, the pages and the picture."""
+    """Return the script, with copies of all that it reads and writes."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     script = importlib.import_module("front_page")
     results = tmp_path / "results"
     shutil.copytree(script.RESULTS, results)
     pages = {Path(shutil.copy(page, tmp_path)): docs for page, docs in script.PAGES.items()}
-    picture = Path(shutil.copy(script.PICTURE, tmp_path))
-    monkeypatch.setattr(script, "RESULTS", results)
-    monkeypatch.setattr(script, "PAGES", pages)
-    monkeypatch.setattr(script, "PICTURE", picture)
+    picture, measured = (Path(shutil.copy(x, tmp_path)) for x in (script.PICTURE, script.MEASURED))
+    new = {"RESULTS": results, "PAGES": pages, "PICTURE": picture, "MEASURED": measured}
+    for name, path in new.items():
+        monkeypatch.setattr(script, name, path)
     return script
 
 
@@ -47,10 +47,10 @@ def test_pages_and_a_picture_that_differ_from_a_record_are_named_and_made_anew(f
     path.write_text(json.dumps(record))
     assert front.main(["--check"]) == front.main(["--check"]) == 1
     said = capsys.readouterr().out.splitlines()
-    names = ("README.md", "index.md", "gains.svg")
+    names = ("README.md", "index.md", "measured.md", "gains.svg")
     assert said == [f"{name} is not what the records give" for name in names] * 2
     assert front.main([]) == front.main(["--check"]) == 0
-    for path in (*front.PAGES, front.PICTURE):
+    for path in (*front.PAGES, front.MEASURED, front.PICTURE):
         assert path.read_text().count("3.21x [3.20, 3.22]") >= 1
 
 
