@@ -17,7 +17,7 @@ from fastamp.bench.targets import TARGETS, Peaks
 from fastamp.bench.tasks import CONTRACT, EXAMPLE, find_make, with_absolute_path
 from fastamp.bench.trainer import PRECISIONS, Arm, choose_precisions, list_arms, read_arm
 
-MAIN_STEPS = 48  # of the first build of the main job
+MAIN_STEPS = 32  # of the first build of the main job
 MEMORY_BATCH = {"cpu": 40, "cuda": None}  # of the main job: activations dominate there
 
 VERBATIM = f"\n{CONTRACT}\n{EXAMPLE}"
