@@ -151,7 +151,9 @@ class Gathered:
     def make(self, rows: Any, order: Order, number: int, start: Start | None = None) -> Made:
         """Return the batch of some rows; with `start`, the batch as that returns it."""
         start_s, columns = time.perf_counter(), self._columns
-        if type(rows) is not Tensor:
+        if type(rows) is range:
+            rows = torch.arange(rows.start, rows.stop, device="cpu")
+        elif type(rows) is not Tensor:
             found, length = as_rows(rows), len(self._items.dataset)
             if found is None or not _are_within(found, 0, length):
                 made = self._items.make(rows, order, number)
