@@ -176,6 +176,7 @@ class FasterCollator:
     chosen: Callable[[list[Any]], Any] | None = None
 
     def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch of at least one sample."""
         if self.chosen is None:
             is_large = _nbytes_of(samples[0]) * len(samples) > _REUSED_NBYTES
             is_faster = is_large or self.compiled._memory.pinned

@@ -57,9 +57,9 @@ class TrainResult:
         """Return the result as text."""
         lines = [f"{self.steps} steps in {self.precision}, {self.skipped_steps} skipped"]
         curves = {name: getattr(self, name) for name in ("train_loss", "val_loss", "loss_scale")}
-        for name, (_, values) in {**curves, **self.metrics}.items():
-            if len(values):
-                lines.append(f"{name}: {values[0]:.6g} to {values[-1]:.6g}, min {values.min():.6g}")
+        shown = {name: v for name, (_, v) in {**curves, **self.metrics}.items() if len(v)}
+        for name, v in shown.items():
+            lines.append(f"{name}: {v[0]:.6g} to {v[-1]:.6g}, min {v.min():.6g}, max {v.max():.6g}")
         if self.best_checkpoint is not None:
             lines.append(f"best: {self.best_checkpoint.stem}")
         return "\n".join(lines)

@@ -111,7 +111,7 @@ def test_the_model_has_the_best_weights_at_the_end(metric, mode, best, has_folde
     fields = {"keep_best": keeps, "patience": 3, "metric": metric, "mode": mode}
     fields |= {"evaluate": evaluate, "checkpoint_dir": tmp_path if has_folder else None}
     result = fine_tune(model, data, data, config=TrainConfig(device="cpu", **fields))
-    assert f"{metric}: 0.1 to 0.2, min 0.1" in str(result)
+    assert f"{metric}: 0.1 to 0.2, min 0.1, max 0.3" in str(result)
     assert str(result).endswith(f"\nbest: step-0000000{2 * best + 2}") == has_folder
     expected, other = (weights[best], weights[2]) if keeps else (weights[2], weights[best])
     assert all(map(torch.equal, model.state_dict().values(), expected))
