@@ -53,6 +53,16 @@ def give(parameters, step, *, bad=False):
         next(p for p in parameters if p.numel()).grad.view(-1)[0] = torch.inf
 
 
+def copies_of(parameters):
+    """Return parameters of the same values."""
+    return [torch.nn.Parameter(each.detach().clone()) for each in parameters]
+
+
+def same_bits(one, other):
+    """Say whether two tensors have the same bits."""
+    return bits(one.detach()).tobytes() == bits(other.detach()).tobytes()
+
+
 def everything(parameters, optimizer):
     """Return the bits of parameters, gradients and states."""
     states = [v for p in parameters for v in optimizer.state.get(p, {}).values()]
