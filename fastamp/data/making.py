@@ -27,16 +27,6 @@ from fastamp.data.sample_rng import Batch, Order, draw_seed, find_pass_key, gene
 from fastamp.data.sources import Gathered, find_columns
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
-_OPTIONS = (
-    "in_order",
-    "multiprocessing_context",
-    "num_workers",
-    "persistent_workers",
-    "pin_memory_device",
-    "prefetch_factor",
-    "timeout",
-)
-"""The arguments of torch's loader that are handed on as they are."""
 
 
 @dataclass
@@ -203,43 +193,36 @@ class Making:
         It reads pipes too, and the dataset and its indices where a program has replaced what
         torch's iterators do for each batch.
         """
-        loader, own, inner = self.loader, self.own, self.own.inner
-        dataset, worker_init_fn = loader.dataset, loader.worker_init_fn
-        order: Any = None
-        self.generator = torch.Generator()
-        if isinstance(dataset, IterableDataset):
-            self.generator = self.source
-        elif is_replaced():
-            order, inner = (as_list(rows) for rows, *_ in self._jobs()), None
-        else:
-            order = WorkerJobs(self._jobs())
-            dataset = WorkerItems(self._items(dataset, in_process=True), worker_init_fn)
-            worker_init_fn = dataset.init_worker
-            if inner is not None:
-                inner.sampler.jobs = order.jobs
-        if inner is None:
-            inner = self._torchs(dataset, order, worker_init_fn)
-            own.inner = inner if loader.persistent_workers and not is_replaced() else None
-        return iter(inner) if isinstance(dataset, WorkerItems) else map(Made, iter(inner))
+        loader, own, changed = self.loader, self.own, dict[str, Any]()
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        self.generator = self.source if is_stream else torch.Generator()
+        jobs = None if is_stream else self._jobs()
+        if jobs is not None and is_replaced():
+            rows = (as_list(rows) for rows, *_ in jobs)
+            changed = {"sampler" if self.single else "batch_sampler": rows}
+        elif jobs is not None:
+            items = WorkerItems(self._items(loader.dataset, in_process=True), loader.worker_init_fn)
+            changed = {"sampler": WorkerJobs(jobs), "batch_sampler": None, "collate_fn": hand_on}
+            changed |= {"dataset": items, "worker_init_fn": items.init_worker}
+        inner, own.inner = own.inner, None
+        if inner is None or is_replaced():
+            inner = self._torchs(**changed)
+        elif jobs is not None:
+            inner.sampler.jobs = jobs
+        if loader.persistent_workers and not is_replaced():
+            own.inner = inner
+        return iter(inner) if "dataset" in changed else map(Made, iter(inner))
 
-    def _torchs(self, dataset: Any, order: Any = None, worker_init_fn: Any = None) -> Any:
-        """Return torch's loader with the options of this one; its own thread pins the batches."""
-        loader = self.loader
-        options = {name: getattr(loader, name) for name in _OPTIONS}
+    def _torchs(self, **changed: Any) -> Any:
+        """Return torch's loader with this one's attributes; its own thread pins the batches."""
+        made = TorchDataLoader.__new__(TorchDataLoader)
+        vars(made).update(vars(self.loader))  # it lets nobody set some of them
+        made._iterator, made.pin_memory = None, self.own.memory.pinned
+        made.collate_fn = self._items(self.loader.dataset).collate_fn
         is_torchs = self.generator is torch.default_generator
-        options["generator"] = None if is_torchs else self.generator
-        options["pin_memory"] = self.own.memory.pinned
-        if not loader.num_workers:
-            options["prefetch_factor"] = None
-        is_made = isinstance(dataset, WorkerItems)
-        if order is None:
-            options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        elif self.single or is_made:
-            options |= {"batch_size": None, "sampler": order}
-        else:
-            options["batch_sampler"] = order
-        options["collate_fn"] = hand_on if is_made else self._items(dataset).collate_fn
-        return TorchDataLoader(dataset, worker_init_fn=worker_init_fn, **options)
+        made.generator = None if is_torchs else self.generator
+        vars(made).update(changed)
+        return made
 
     def _read_stream(self) -> Iterator[Made]:
         """Read an iterable dataset from its state on, or again up to the position."""
@@ -250,7 +233,7 @@ class Making:
         if position.dataset_state is not None:
             dataset.load_state_dict(position.dataset_state)
         with Batch(order, 0):
-            begun = iter(self._torchs(dataset))
+            begun = iter(self._torchs())
         if position.dataset_state is not None and begun._dataset_fetcher.dataset_iter is dataset:
             dataset.load_state_dict(position.dataset_state)  # its `__iter__` may have begun anew
         if has_state(dataset) or not position.batch:

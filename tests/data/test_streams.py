@@ -132,12 +132,12 @@ def test_all_passes_copy_on_one_stream_of_a_device(monkeypatch):
 
 
 def test_torchs_own_thread_pins_the_batches_of_workers(monkeypatch):
-    options, model = {}, Model(0)
-    monkeypatch.setattr(making, "TorchDataLoader", lambda *_, **kw: options.update(kw) or [])
-    with model.installed(prefetching, runners, making):
+    made, name = [], "torch.utils.data.DataLoader.__iter__"
+    monkeypatch.setattr(name, lambda own: made.append(own) or iter(made))
+    with Model(0).installed(prefetching, runners, making):
         dataset = [torch.ones(3)] * 8
         iter(fastamp.DataLoader(dataset, 4, num_workers=2, device="cuda:1"))
-    assert options["pin_memory"]
+    assert made[0].pin_memory
 
 
 class Box(torch.Tensor):
