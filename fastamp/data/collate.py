@@ -3,8 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,10 +26,11 @@ Pad: TypeAlias = float | Mapping[Any, Any] | None
 
 
 class BatchCollator:
-    """Collate samples into a batch as `torch.utils.data.default_collate`, but faster.
+    """Collate samples into a batch as `torch.utils.data.default_collate`, and pad what is ragged.
 
     Takes what `default_collate` takes, with the same results, and dataclasses: their fields are
-    collated and their type is kept, without a call of `__init__`.
+    collated and their type is kept, without a call of `__init__`. Padded, pinned and large batches
+    are made by one copy; torch makes the others, as it is faster there.
 
     Args:
         pad: numbers for leaves whose samples differ in shape, in the structure of a sample:
@@ -54,6 +54,7 @@ class BatchCollator:
     def __init__(self, pad: Pad = None) -> None:
         self.pad = pad
         self._memory = Memory()
+        self._is_torchs: bool | None = None
 
     def with_memory(self, memory: Memory) -> "BatchCollator":
         """Return a collator with the same options that allocates its batches there."""
@@ -62,9 +63,25 @@ class BatchCollator:
         return made
 
     @_ops.untraced
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: Any) -> Any:
         """Return the batch of at least one sample."""
+        if self.pad is None and self._is_faster_by_torch(samples):
+            try:
+                return default_collate(samples)
+            except (RuntimeError, TypeError):  # of no place in a sample, or of a dataclass
+                self._is_torchs = False
         return self._collate(samples, "samples[i]", self.pad)
+
+    def make_default(self, samples: Any) -> Any:
+        """Return the batch as torch's loader, with its errors."""
+        return default_collate(samples) if self._is_faster_by_torch(samples) else self(samples)
+
+    def _is_faster_by_torch(self, samples: Any) -> bool:
+        """Say who is faster, by the first batch: the core stacks pinned and large ones."""
+        if self._is_torchs is None:
+            is_large = _nbytes_of(samples[0]) * len(samples) > _REUSED_NBYTES
+            self._is_torchs = not (is_large or self._memory.pinned)
+        return self._is_torchs
 
     def _collate(self, samples: Any, place: str, pad: Pad) -> Any:
         """Return the batch of what lies at some place of the samples."""
@@ -163,25 +180,6 @@ def _as_element(pad: float, dtype: torch.dtype) -> Tensor | None:
         return element if element.item() == pad else None
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return None
-
-
-@dataclass
-class FasterCollator:
-    """Makes torch's default batches, by torch or by the core: see measured.md.
-
-    The core stacks pinned ones, and, as the first one shows, large ones, into leased memory.
-    """
-
-    compiled: BatchCollator
-    chosen: Callable[[list[Any]], Any] | None = None
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of at least one sample."""
-        if self.chosen is None:
-            is_large = _nbytes_of(samples[0]) * len(samples) > _REUSED_NBYTES
-            is_faster = is_large or self.compiled._memory.pinned
-            self.chosen = self.compiled if is_faster else default_collate
-        return self.chosen(samples)
 
 
 def _nbytes_of(sample: Any) -> int:

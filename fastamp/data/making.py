@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp.data.arrays import Columns
-from fastamp.data.collate import BatchCollator, FasterCollator
+from fastamp.data.collate import BatchCollator
 from fastamp.data.copies import CudaCopies, copy_all
 from fastamp.data.items import Items, Made, WorkerItems, WorkerJobs, as_list, change, hand_on, read
 from fastamp.data.memory import Memory, can_pin
@@ -150,7 +150,7 @@ class Making:
         if type(collate_fn) is BatchCollator and not in_process:
             collate_fn = collate_fn.with_memory(memory)
         elif collate_fn is default_collate and not in_process:  # torch's writes into shared memory
-            collate_fn = FasterCollator(BatchCollator().with_memory(memory))
+            collate_fn = BatchCollator().with_memory(memory).make_default
         pins = self.loader.pin_memory and can_pin() and not in_process
         return Items(dataset, collate_fn, single=self.single, pins=pins)
 

@@ -143,9 +143,11 @@ def test_a_loader_holds_one_batch(threads):
 
 
 @pytest.mark.usefixtures("core")
-def test_item_batches_are_leased_above_32_mib_alone():
+@pytest.mark.parametrize("collate_fn", [None, fastamp.BatchCollator()])
+def test_item_batches_are_leased_above_32_mib_alone(collate_fn):
     for count, leased in ((32, 0), (33, 1)):
-        loader = fastamp.DataLoader([torch.zeros(1 << 20, dtype=torch.uint8)] * count, count)
+        data = [torch.zeros(1 << 20, dtype=torch.uint8)] * count
+        loader = fastamp.DataLoader(data, count, collate_fn=collate_fn)
         next(iter(loader))
         assert len(loader._fastamp.memory.free) == leased
 

@@ -106,18 +106,8 @@ def test_padding_needs_one_number_of_dimensions(backend):
 @pytest.mark.parametrize(
     ("pad", "samples", "error", "message"),
     [
-        (
-            {"idz": 0},
-            [{"ids": torch.ones(1)}],
-            ValueError,
-            "pad has the keys ['idz'] for samples[i]",
-        ),
-        (
-            {1: 0},
-            [(torch.ones(1),)],
-            ValueError,
-            "pad has the keys [1] for samples[i], which has [0]",
-        ),
+        ({"idz": 0}, [{"ids": torch.ones(1)}], ValueError, "pad has the keys ['idz'] for samples"),
+        ({1: 0}, [(torch.ones(1),)], ValueError, "keys [1] for samples[i], which has [0]"),
         (
             {"ids": {"x": 0}},
             [{"ids": torch.ones(1)}],
