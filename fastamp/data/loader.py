@@ -237,6 +237,8 @@ class DataLoader(TorchDataLoader[T_co]):
         source = find_source(self)
         if position.generator is None and source is not None:
             position.generator = source.get_state()
+        if position.sample_seed is None and self.persistent_workers and own.seed is None:
+            position.sample_seed = own.base_seed  # no pass draws another
         if own.share is not None:
             at_once = (self.batch_size or 1) * own.share.ranks
             had = position.consumed + position.batch * at_once

@@ -166,9 +166,14 @@ class Making:
         own, position, seed = self.own, self.position, self.plan.seed
         if own.base_seed is None or not self.loader.persistent_workers:
             source = seeded(position.sample_seed or 0) if apart else self.source
+            before = source.get_state()
             if self.generator is not None:
-                self.generator.set_state(source.get_state())
+                self.generator.set_state(before)
             own.base_seed = draw_seed(source)
+            if seed is None and position.sample_seed not in (None, own.base_seed):
+                # The workers persisted: theirs is an earlier pass's, and this one draws none.
+                source.set_state(before)
+                own.base_seed = position.sample_seed
         if position.sample_seed is None:
             position.sample_seed = own.base_seed if seed is None else seed
 

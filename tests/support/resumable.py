@@ -20,6 +20,13 @@ def own_generator():
     return RandomSampler(DATASET, generator=generator(9))
 
 
+def persistent():
+    """Return options by which the seed of workers and orders are drawn from one generator."""
+    one = generator(8)
+    sampler = RandomSampler(DATASET, replacement=True, generator=one)
+    return {"sampler": sampler, "generator": one, "num_workers": 1, "persistent_workers": True}
+
+
 VARIANTS = {
     "sequential": dict,
     "seed": lambda: {"shuffle": True, "seed": 11},
@@ -44,6 +51,7 @@ VARIANTS = {
         "generator": generator(6),
     },
     "random offsets": lambda: {"dataset": TOKENS, "shuffle": True, "seed": 2},
+    "workers that persist": persistent,
     "no batches": lambda: {"dataset": Squares(30), "batch_size": None, "shuffle": True, "seed": 7},
 }
 
