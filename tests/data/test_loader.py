@@ -70,7 +70,7 @@ GATHERED = {
     ),
     "Subset of ArrayDataset": lambda _: Subset(fastamp.ArrayDataset({"x": X}), range(0, N, 2)),
     "Subset": lambda _: Subset(TensorDataset(X, Y), list(range(N))[::-1]),
-    "Subset of range": lambda _: Subset(X, range(N)),
+    "Subset of range": lambda _: Subset(X, range(N - 1, -1, -2)),
     "Subset with negatives": lambda _: Subset(X.numpy(), [-1, 0, -N] * 200),
     "Subset of Subset": lambda _: Subset(Subset(TensorDataset(X), [*THIRDS]), [-1, 5, 0] * 200),
     "Subset of tokens": lambda _: Subset(fastamp.TokenDataset(make_array("u2", N), 4), [3, 1] * 9),
