@@ -248,12 +248,10 @@ def _permute(length: int, generator: torch.Generator) -> Tensor:
 
 def as_rows(indices: Any) -> Tensor | None:
     """Return integers as an int64 tensor; None if anything else, such as a bool, is among them."""
-    if isinstance(indices, Tensor | range) and not len(indices):
-        return None
-    if isinstance(indices, range):
+    if isinstance(indices, range) and len(indices):
         return torch.arange(indices.start, indices.stop, indices.step, device="cpu")
     if isinstance(indices, Tensor):
-        return indices.to("cpu") if indices.dtype == torch.int64 else None
+        return indices.to("cpu") if len(indices) and indices.dtype == torch.int64 else None
     if isinstance(indices, list | tuple):
         kinds = {*map(type, indices)}
         if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):

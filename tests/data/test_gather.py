@@ -155,7 +155,7 @@ def test_item_batches_are_leased_above_32_mib_alone(collate_fn):
 def test_a_write_at_each_step_makes_no_batch_twice(monkeypatch):
     made, make = [], sources.Gathered.make
     monkeypatch.setattr(sources.Gathered, "make", lambda *args: made.append(args[3]) or make(*args))
-    monkeypatch.setattr(sources, "as_rows", None)  # nobody reads the rows one by one
+    monkeypatch.setattr(torch, "as_tensor", None)  # nobody reads the rows one by one
     data, x = torch.zeros(40, 3), torch.zeros(4, 3)
     for number, (rows,) in enumerate(fastamp.DataLoader(TensorDataset(data), 4)):
         assert torch.equal(rows, x + number)

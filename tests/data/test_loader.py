@@ -168,7 +168,7 @@ def worker_init(worker_id):
 
 
 def growing_batches():
-    return [[*range(size)] for size in (1, 40, 0x80, 3)]
+    return [*([*range(size)] for size in (1, 40, 0x80, 3)), range(9, 0, -2)]
 
 
 OPTIONS = {
