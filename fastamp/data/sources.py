@@ -120,12 +120,8 @@ def _select(columns: Columns, subset: Any) -> Columns | str:
     return replace(columns, rows=rows if columns.rows is None else columns.rows[rows])
 
 
-def _are_within(rows: Any, first: int, end: int) -> bool:
-    if not len(rows):
-        return True
-    of_range = isinstance(rows, range)
-    low, high = sorted((rows[0], rows[-1])) if of_range else (int(rows.min()), int(rows.max()))
-    return low >= first and high < end
+def _are_within(rows: Tensor, first: int, end: int) -> bool:
+    return not len(rows) or (int(rows.min()) >= first and int(rows.max()) < end)
 
 
 class _Part:
@@ -155,10 +151,12 @@ class Gathered:
     def make(self, rows: Any, order: Order, number: int, start: Start | None = None) -> Made:
         """Return the batch of some rows; with `start`, the batch as that returns it."""
         start_s, columns = time.perf_counter(), self._columns
-        if type(rows) is not Tensor:
+        is_run = type(rows) is range and rows.step == 1 and 0 <= rows.start < rows.stop
+        if is_run and rows.stop <= len(self._items.dataset):
+            rows = torch.arange(rows.start, rows.stop, device="cpu")
+        elif type(rows) is not Tensor:
             found, length = as_rows(rows), len(self._items.dataset)
-            known = rows if type(rows) is range else found
-            if found is None or not _are_within(known, 0, length):
+            if found is None or not _are_within(found, 0, length):
                 made = self._items.make(rows, order, number)
                 return made if start is None else made._replace(batch=start(made.batch, None))
             rows = found
