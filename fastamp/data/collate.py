@@ -21,6 +21,7 @@ from fastamp.data.structure import contents_of, rebuild
 _STACKED = (torch_collate.collate_tensor_fn, torch_collate.collate_numpy_array_fn)
 _CPU = torch.device("cpu")
 _REUSED_NBYTES = 32 << 20  # up to here glibc keeps a freed block for the next batch
+_ARRAYS_NBYTES = 64 << 10  # in a sample: below, torch's call for each array takes more than a copy
 
 Pad: TypeAlias = float | Mapping[Any, Any] | None
 
@@ -29,8 +30,8 @@ class BatchCollator:
     """Collate samples into a batch as `torch.utils.data.default_collate`, and pad what is ragged.
 
     Takes what `default_collate` takes, with the same results, and dataclasses: their fields are
-    collated and their type is kept, without a call of `__init__`. Padded, pinned and large batches
-    are made by one copy; torch makes the others, as it is faster there.
+    collated and their type is kept, without a call of `__init__`. Padded, pinned and large batches,
+    and those of small arrays, are made by one copy; torch makes the others, as it is faster there.
 
     Args:
         pad: numbers for leaves whose samples differ in shape, in the structure of a sample:
@@ -77,10 +78,14 @@ class BatchCollator:
         return default_collate(samples) if self._is_faster_by_torch(samples) else self(samples)
 
     def _is_faster_by_torch(self, samples: Any) -> bool:
-        """Say who is faster, by the first batch: the core stacks pinned and large ones."""
+        """Say who is faster, by the first batch: see measured.md."""
         if self._is_torchs is None:
-            is_large = _nbytes_of(samples[0]) * len(samples) > _REUSED_NBYTES
-            self._is_torchs = not (is_large or self._memory.pinned)
+            leaves = _leaves_of(samples[0])
+            nbytes = sum(leaf.nbytes for leaf in leaves)
+            has_arrays = any(isinstance(leaf, np.ndarray) for leaf in leaves)
+            is_large = nbytes * len(samples) > _REUSED_NBYTES
+            is_small = has_arrays and nbytes <= _ARRAYS_NBYTES
+            self._is_torchs = not (is_large or is_small or self._memory.pinned)
         return self._is_torchs
 
     def _collate(self, samples: Any, place: str, pad: Pad) -> Any:
@@ -182,11 +187,9 @@ def _as_element(pad: float, dtype: torch.dtype) -> Tensor | None:
         return None
 
 
-def _nbytes_of(sample: Any) -> int:
-    """Return about how many bytes the tensors of a sample take."""
-    if isinstance(sample, Tensor):
-        return sample.nbytes if sample.layout is torch.strided else 0
-    contents = contents_of(sample)
-    if contents is None:
-        return sample.nbytes if isinstance(sample, np.ndarray) else 0
-    return sum(map(_nbytes_of, contents.values()))
+def _leaves_of(sample: Any) -> list[Any]:
+    """Return the arrays and dense tensors of a sample."""
+    if isinstance(sample, Tensor | np.ndarray):
+        return [] if getattr(sample, "layout", torch.strided) is not torch.strided else [sample]
+    parts = (contents_of(sample) or {}).values()
+    return [leaf for part in parts for leaf in _leaves_of(part)]

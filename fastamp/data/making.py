@@ -147,10 +147,11 @@ class Making:
 
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
         collate_fn, memory = self.loader.collate_fn, self.own.memory
-        if type(collate_fn) is BatchCollator and not in_process:
+        if collate_fn is default_collate:
+            made = BatchCollator()
+            collate_fn = (made if in_process else made.with_memory(memory)).make_default
+        elif type(collate_fn) is BatchCollator and not in_process:
             collate_fn = collate_fn.with_memory(memory)
-        elif collate_fn is default_collate and not in_process:  # torch's writes into shared memory
-            collate_fn = BatchCollator().with_memory(memory).make_default
         pins = self.loader.pin_memory and can_pin() and not in_process
         return Items(dataset, collate_fn, single=self.single, pins=pins)
 

@@ -152,6 +152,14 @@ def test_item_batches_are_leased_above_32_mib_alone(collate_fn):
         assert len(loader._fastamp.memory.free) == leased
 
 
+@pytest.mark.usefixtures("core")
+def test_the_core_collates_small_arrays_and_torch_what_it_collates_faster(monkeypatch):
+    monkeypatch.setattr("fastamp.data.collate.default_collate", lambda _: "torch's")
+    for leaf, by_torch in ((np.ones(8192), 0), (np.ones(8193), 1), (torch.ones(4), 1), (1.0, 1)):
+        for collate in (fastamp.BatchCollator(), fastamp.BatchCollator().make_default):
+            assert isinstance(collate([leaf] * 2), str) == by_torch
+
+
 def test_a_write_at_each_step_makes_no_batch_twice(monkeypatch):
     made, make = [], sources.Gathered.make
     monkeypatch.setattr(sources.Gathered, "make", lambda *args: made.append(args[3]) or make(*args))

@@ -87,13 +87,14 @@ def test_a_slow_consumer_is_told_that_it_is_compute_bound(backend, monkeypatch):
     assert loader.stats().elapsed_s == pytest.approx(0.3)  # the last batch counts too
 
 
+def get_slowly(index):
+    time.sleep(0.005)
+    return X[index]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend):
-    def get(index):
-        time.sleep(0.005)
-        return X[index]
-
-    loader = fastamp.DataLoader(Rows(40, get), 10, num_workers=num_workers)
+    loader = fastamp.DataLoader(Rows(40, get_slowly), 10, num_workers=num_workers)
     list(loader)
     stats = loader.stats()
     assert stats.wait_s > stats.elapsed_s / 2
@@ -101,15 +102,9 @@ def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend
     assert stats.getitem_s > max(stats.collate_s, stats.copy_s)
 
 
-class Slow(Squares):
-    def __getitem__(self, index):
-        time.sleep(2e-3)
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("threads", [0, 1])
 def test_behind_prefetch_stats_count_what_the_loop_waits_for_and_gets(threads):
-    loader = fastamp.DataLoader(Slow(40), 4, num_workers=threads, worker="thread")
+    loader = fastamp.DataLoader(Rows(40, get_slowly), 4, num_workers=threads, worker="thread")
     batches, waited_s = iter(fastamp.prefetch(loader)), 0.0
     for number in range(1, 6):
         start_s = time.perf_counter()
@@ -130,8 +125,7 @@ def test_worker_init_fn_without_workers_leaves_gathering_on():
 def test_the_profiler_sees_the_loader():
     with torch.profiler.profile() as profiled:
         list(fastamp.DataLoader(X, 8))
-    names = [event.key for event in profiled.key_averages()]
-    assert any(name.startswith("enumerate(DataLoader)") for name in names)
+    assert any(event.key.startswith("enumerate(DataLoader)") for event in profiled.key_averages())
 
 
 class Named(TensorDataset):
