@@ -113,7 +113,7 @@ class BatchCollator:
         is_list = isinstance(first, Sequence) and not hasattr(first, "_fields")
         if is_list and len({*map(len, samples)}) > 1:
             msg = f"{place}: each element in list of batch should be of equal size "
-            raise RuntimeError(msg + "(`pad` takes a number for lists of numbers)")
+            raise RuntimeError(msg + "(BatchCollator takes `pad` for lists of numbers)")
         get = operator.getitem if isinstance(first, Mapping) else getattr
         columns: Any = ([get(sample, name) for sample in samples] for name in names)
         if isinstance(first, Sequence):
@@ -146,7 +146,7 @@ class BatchCollator:
         try:
             return default_collate(samples)
         except RuntimeError as error:
-            msg = f"{place}: {error} (`pad` takes a number for shapes that differ)"
+            msg = f"{place}: {error} (BatchCollator takes `pad` for shapes that differ)"
             raise RuntimeError(msg) from error
 
     def _pad(self, samples: Sequence[Any], pad: Tensor) -> Tensor | None:

@@ -93,7 +93,7 @@ def test_padding_keeps_gradients_and_promotes_dtypes(backend):
 @pytest.mark.parametrize("make", [torch.ones, np.ones, lambda n: [1] * n])
 def test_ragged_input_names_its_keys_and_the_remedy(backend, make):
     samples = [{"text": {"ids": make(n)}} for n in (3, 3, 4)]
-    message = r"^samples\[i\]\['text'\]\['ids'\]: .* equal size.*\(`pad` takes a number for"
+    message = r"^samples\[i\]\['text'\]\['ids'\]: .* equal size.*\(BatchCollator takes `pad` for"
     with pytest.raises(RuntimeError, match=message):
         fastamp.BatchCollator()(samples)
 
