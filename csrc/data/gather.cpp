@@ -78,9 +78,10 @@ std::int64_t gather(const Column& column, const std::int64_t* rows, std::int64_t
       std::max<std::int64_t>(1, kTaskBytes / std::max<std::int64_t>(1, nbytes));
   const std::int64_t ahead = std::max<std::int64_t>(1, kPrefetchBytes / nbytes);
   const auto copy = [&](std::int64_t task) {
-    const std::int64_t end = std::min(count, (task + 1) * per_task);
-    for (std::int64_t i = task * per_task; i < end; ++i) {
+    const std::int64_t begin = task * per_task, end = std::min(count, begin + per_task);
+    for (std::int64_t i = begin - ahead; i < end; ++i) {
       if (i + ahead < count) prefetch(column.data + rows[i + ahead] * column.row_stride, nbytes);
+      if (i < begin) continue;
       const char* row = column.data + rows[i] * column.row_stride;
       if (column.widened == 0)
         stream(row, nbytes, output + i * to_nbytes);

@@ -59,8 +59,8 @@ class BatchCollator:
 
     def with_memory(self, memory: Memory) -> "BatchCollator":
         """Return a collator with the same options that allocates its batches there."""
-        made = BatchCollator(self.pad)
-        made._memory = memory
+        made = BatchCollator.__new__(BatchCollator)
+        vars(made).update(vars(self), _memory=memory, _is_torchs=None)
         return made
 
     @_ops.untraced

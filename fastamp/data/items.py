@@ -92,15 +92,16 @@ class Items:
                 elif self._together is not None:
                     samples = self._together(index := as_list(rows))
                 else:
-                    samples, dataset = [], self.dataset
-                    for cell.number, index in enumerate(as_list(rows), number):
-                        samples.append(dataset[index])
+                    samples = cell.samples = []
+                    dataset, append = self.dataset, samples.append
+                    for index in as_list(rows):
+                        append(dataset[index])
             except Exception as error:
                 if hasattr(error, "add_note"):  # Python 3.11
                     error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
                 raise
             made_s = time.perf_counter()
-            cell.number = ~number
+            cell.number, cell.samples = ~number, ()
             batch = self.collate_fn(samples)
             end_s = time.perf_counter()
         if self._pins:
@@ -110,9 +111,9 @@ class Items:
 
 def as_list(rows: Any) -> Any:
     """Return the indices of a computed order as integers; a sampler's as they are."""
-    if isinstance(rows, torch.Tensor):
+    if type(rows) is torch.Tensor:
         return rows.tolist()
-    return [*rows] if isinstance(rows, range) else rows
+    return [*rows] if type(rows) is range else rows
 
 
 class WorkerJobs:

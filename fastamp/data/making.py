@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from fastamp.data.runners import become_worker, here, in_threads, own_copy
 from fastamp.data.sample_rng import Batch, Order, draw_seed, find_pass_key, generators_kept
 from fastamp.data.sources import Gathered, find_columns
 
-_TORCHS_NEXT = _BaseDataLoaderIter.__next__
+_DEFAULT, _TORCHS_NEXT = BatchCollator(), _BaseDataLoaderIter.__next__
 
 
 @dataclass
@@ -78,7 +78,7 @@ def begin_pass(loader: Any, device: torch.device | None) -> LoaderPass:
         if sampler.told != own.next.epoch:
             loader.set_epoch(sampler.told)
         sampler.told = None
-    position = replace(own.next)
+    position = Position(**vars(own.next))
     batches = Making(loader, position, device).begin()
     own.begin_at(Position(position.epoch + 1, told_epoch=position.told_epoch), sampler)
     begun = LoaderPass(batches, position, own.stats, loader.__len__)
@@ -148,8 +148,8 @@ class Making:
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
         collate_fn, memory = self.loader.collate_fn, self.own.memory
         if collate_fn is default_collate:
-            made = BatchCollator()
-            collate_fn = (made if in_process else made.with_memory(memory)).make_default
+            made = BatchCollator() if in_process else _DEFAULT.with_memory(memory)
+            collate_fn = made.make_default
         elif type(collate_fn) is BatchCollator and not in_process:
             collate_fn = collate_fn.with_memory(memory)
         pins = self.loader.pin_memory and can_pin() and not in_process
@@ -167,11 +167,13 @@ class Making:
         own, position, seed = self.own, self.position, self.plan.seed
         if own.base_seed is None or not self.loader.persistent_workers:
             source = seeded(position.sample_seed or 0) if apart else self.source
-            before = source.get_state()
+            is_resumed, before = position.sample_seed is not None, torch.empty(0)
+            if is_resumed or self.generator is not None:
+                before = source.get_state()
             if self.generator is not None:
                 self.generator.set_state(before)
             own.base_seed = draw_seed(source)
-            if seed is None and position.sample_seed not in (None, own.base_seed):
+            if seed is None and is_resumed and position.sample_seed != own.base_seed:
                 # The workers persisted: theirs is an earlier pass's, and this one draws none.
                 source.set_state(before)
                 own.base_seed = position.sample_seed

@@ -29,6 +29,7 @@ from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_
 Job: TypeAlias = tuple[Any, Order, int]
 """A batch's rows, the keys of the pass, and the number of the batch's first sample."""
 _DRAWING = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+_CUT_BATCHES = 64
 
 
 class SeededSampler(RandomSampler):
@@ -106,8 +107,11 @@ def find_generator(samplers: Iterable[Any]) -> torch.Generator | None:
 
     What a sampler of the user's calls its generator may be NumPy's or Python's.
     """
-    found = (getattr(sampler, "generator", None) for sampler in samplers)
-    return next((one for one in found if isinstance(one, torch.Generator)), None)
+    for sampler in samplers:
+        found = getattr(sampler, "generator", None)
+        if found is not None and isinstance(found, torch.Generator):
+            return found
+    return None
 
 
 class Plan(NamedTuple):
@@ -137,7 +141,8 @@ class Plan(NamedTuple):
         order = self._compute(rows, position)
         if self.share is not None:
             order = self.share.take(order, position.consumed, drop_last=drop_last)
-        stop = len(order) // size * size if drop_last else len(order)
+        count = len(order) if isinstance(order, range) else order.numel()
+        stop = count // size * size if drop_last else count
         begins = range(position.batch * size, stop, size)
         return self._cut(order, begins, self._order(position))
 
@@ -157,15 +162,21 @@ class Plan(NamedTuple):
             seed = position.order if self.seed is None else self.seed + position.epoch
             generator = seeded(seed or 0)
         rows = _permute(length, generator)
-        if generator is sampler.generator and sampler.num_samples == length:
+        if sampler.num_samples < length:
+            return rows[: sampler.num_samples]
+        if generator is sampler.generator:
             _permute(length, generator)  # torch draws one more, and uses nothing of it
-        return rows[: sampler.num_samples]
+        return rows
 
     def _cut(self, rows: Any, begins: range, order: Order) -> Iterator[Job]:
-        """Yield the batches of a computed order."""
-        size, single = begins.step, self.single
-        for number in begins:
-            yield int(rows[number]) if single else rows[number : number + size], order, number
+        """Yield the batches of a computed order; a tensor is cut faster into many at once."""
+        size, single, number = begins.step, self.single, begins.start
+        at_once = size if isinstance(rows, range) else _CUT_BATCHES * size
+        for begin in range(begins.start, begins.stop, at_once):
+            some = rows[begin : min(begin + at_once, begins.stop)]
+            for batch in (some,) if at_once == size else some.unsafe_split(size):
+                yield int(batch[0]) if single else batch, order, number
+                number += size
 
     def _order(self, position: Position) -> Order:
         """Return the keys of the pass's samples."""
@@ -209,10 +220,10 @@ class Plan(NamedTuple):
                 number = sum(map(self._count, islice(iterator, skipped)))
         for batch in iterator:
             first, number = number, number + self._count(batch)
-            if isinstance(batch, Tensor):  # a sampler may yield the same object again and again
-                batch = batch.clone()  # noqa: PLW2901
-            elif isinstance(batch, list | np.ndarray):
+            if isinstance(batch, list | np.ndarray):  # which may be the same object again
                 batch = batch.copy()  # noqa: PLW2901
+            elif isinstance(batch, Tensor):
+                batch = batch.tolist() if batch.ndim else batch.clone()  # noqa: PLW2901
             yield batch, order, first
 
     def _count(self, batch: Any) -> int:
@@ -250,12 +261,12 @@ def as_rows(indices: Any) -> Tensor | None:
     """Return integers as an int64 tensor; None if anything else, such as a bool, is among them."""
     if isinstance(indices, range) and len(indices):
         return torch.arange(indices.start, indices.stop, indices.step, device="cpu")
-    if isinstance(indices, Tensor):
-        return indices.to("cpu") if len(indices) and indices.dtype == torch.int64 else None
     if isinstance(indices, list | tuple):
         kinds = {*map(type, indices)}
         if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):
             return None
+    elif isinstance(indices, Tensor):
+        return indices.to("cpu") if len(indices) and indices.dtype == torch.int64 else None
     elif not isinstance(indices, np.ndarray):
         return None
     rows = np.asarray(indices)

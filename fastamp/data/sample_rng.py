@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +13,7 @@ import torch
 
 Keys: TypeAlias = npt.NDArray[np.uint64]
 """The keys of samples."""
-_MASK = 2**64 - 1
+_MASK, _CPU = 2**64 - 1, torch.device("cpu")
 
 
 def mix(value: Any) -> Any:
@@ -57,7 +57,8 @@ def find_pass_key(seed: int, epoch: int) -> int:
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """Draw a seed as torch's iterators do, by default from torch's default generator."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+    made = torch.empty((), dtype=torch.int64, device=_CPU).random_(generator=generator)
+    return made.item()  # type: ignore[return-value]
 
 
 class SampleRng:
@@ -88,12 +89,16 @@ class SampleRng:
 
 
 class Batch:
-    """Lets `sample_rng` return the generators of the sample that `number` says is being made."""
+    """Lets `sample_rng` return the generators of the sample that is being made.
 
-    __slots__ = ("_before", "_found", "_of", "number", "order")
+    That is number `number + len(samples)`, `samples` being the list that it will be added to.
+    """
+
+    __slots__ = ("_before", "_found", "_of", "number", "order", "samples")
 
     def __init__(self, order: Order, number: int) -> None:
         self.order, self.number = order, number
+        self.samples: Sequence[Any] = ()
         self._of: int | None = None
 
     def __enter__(self) -> "Batch":  # noqa: PYI034 - Self needs Python 3.11
@@ -105,8 +110,9 @@ class Batch:
 
     def rng(self) -> SampleRng:
         """Return the generators of the sample, the same at each call."""
-        if self._of != self.number:
-            self._of, self._found = self.number, SampleRng(self.order.find_key(self.number))
+        number = self.number + len(self.samples)
+        if self._of != number:
+            self._of, self._found = number, SampleRng(self.order.find_key(number))
         return self._found
 
 

@@ -24,7 +24,6 @@ from fastamp.data.sample_rng import Keys, Order
 from fastamp.data.tables import columns_of_table, is_table
 from fastamp.data.tokens import TokenDataset
 
-_OURS = (ArrayDataset, TokenDataset)
 _CPU = torch.device("cpu")
 # From this size on batches evict each other from the caches: the core writes them past these.
 _CORE_NBYTES = 4 << 20
@@ -84,13 +83,13 @@ def find_columns(  # noqa: PLR0911 - one for each kind
         return inner if isinstance(inner, str) else _select(inner, dataset)
     if _inherits(dataset, TensorDataset):
         return columns_of(dataset.tensors)
-    if any(_inherits(dataset, kind) for kind in _OURS):
+    if _inherits(dataset, ArrayDataset) or _inherits(dataset, TokenDataset):
         return dataset.columns()  # type: ignore[no-any-return]
     if isinstance(dataset, Source) and type(dataset).__getitem__ is Source.__getitem__:
         return columns_of(dataset.columns())
     if is_table(dataset):
         return columns_of_table(dataset, max_bytes)
-    if isinstance(dataset, Tensor | np.ndarray):
+    if type(dataset) in (Tensor, np.ndarray, np.memmap):
         return columns_of(dataset)
     return f"the dataset is a {type(dataset).__name__}"
 
@@ -131,6 +130,7 @@ class _Part:
         self.array, self.own, self.dtype = array, array.dtype, dtype
         self.signed = array.view(_SIGNED.get(array.dtype, array.dtype))
         self.shape, self.is_widened = tuple(array.shape[1:]), dtype is not array.dtype
+        self.like = torch.empty(0, dtype=dtype, device=_CPU)  # asked for memory, it is faster
         self.is_long = array[:1].nbytes >= _LONG_ROW and array[:1].is_contiguous()
 
 
@@ -140,6 +140,7 @@ class Gathered:
     def __init__(self, columns: Columns, memory: Memory, items: Items, max_bytes: int) -> None:
         self._columns = columns = in_row_order(columns, max_bytes)
         self._memory, self._items, self.device = memory, items, columns.arrays[0].device
+        self._on_host = self.device == _CPU
         self._parts = [*map(_Part, columns.arrays, columns.dtypes)]
         sizes = [math.prod(part.shape) * part.dtype.itemsize for part in self._parts]
         # So many rows take memory that is leased, and so many more fill the caches.
@@ -165,11 +166,12 @@ class Gathered:
             rows = columns.starts(keys)
         elif columns.rows is not None:
             rows = columns.rows.index_select(0, rows)
-        on_host = self.device == _CPU
-        parts = self._take(rows, rows.shape[0]) if on_host else self._take_on_device(rows)
-        finish = partial(_finish, columns, keys)
-        batch = finish(parts) if start is None else start(parts, finish)
-        return Made(batch, copy_s=time.perf_counter() - start_s)
+        parts = self._take(rows, rows.shape[0]) if self._on_host else self._take_on_device(rows)
+        if start is None:
+            batch = _finish(columns, keys, parts)
+        else:
+            batch = start(parts, partial(_finish, columns, keys))
+        return Made(batch, 0.0, 0.0, time.perf_counter() - start_s)
 
     def _take(self, rows: Tensor, count: int) -> list[Tensor]:
         """Gather on the host; by the core as int64, and what fills the caches."""
@@ -178,7 +180,7 @@ class Gathered:
             if count >= self._leased_from:
                 out = self._memory.allocate((count, *part.shape), part.dtype)
             elif part.is_widened:
-                out = torch.empty((count, *part.shape), dtype=part.dtype, device=_CPU)
+                out = part.like.new_empty(count, *part.shape)
             else:
                 taken = part.signed.index_select(0, rows)
                 parts.append(taken if taken.dtype is part.own else taken.view(part.own))

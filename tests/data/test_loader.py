@@ -194,11 +194,7 @@ OPTIONS = {
         "batch_sampler": BatchSampler(RandomSampler(Y, generator=generator(5)), 9, drop_last=False)
     },
     "no batches": lambda: {"batch_size": None, "shuffle": True},
-    "no batches, workers": lambda: {
-        "batch_size": None,
-        "sampler": range(9, N, 20),
-        "num_workers": 2,
-    },
+    "no batches, workers": lambda: {"batch_size": None, "sampler": [9, 29, 49], "num_workers": 2},
     "workers": lambda: {"num_workers": 2, "batch_size": 40, "shuffle": True},
     "persistent_workers": lambda: {
         "num_workers": 2,
