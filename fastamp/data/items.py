@@ -2,8 +2,9 @@
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from itertools import count, takewhile
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class Items:
                     for index in as_list(rows):
                         append(dataset[index])
             except Exception as error:
-                if hasattr(error, "add_note"):  # Python 3.11
+                if rows is not None and hasattr(error, "add_note"):  # Python 3.11
                     error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
                 raise
             made_s = time.perf_counter()
@@ -156,12 +157,32 @@ def hand_on(batch: Any) -> Any:
     return batch
 
 
-def read(batches: Iterator[Any], order: Order, first: int) -> Iterator[Made]:
-    """Return the batches of torch's iterator over an iterable dataset, from a number on."""
+class StreamItems:
+    """What stands in an iterable dataset's place: the next samples, whatever the rows."""
 
-    def make(number: int) -> Made:
-        start_s = time.perf_counter()
-        with Batch(order, number):
-            return Made(next(batches), time.perf_counter() - start_s)
+    def __init__(self, loader: Any, iterator: Iterator[Any]) -> None:
+        self._loader, self._iterator, self._batches = loader, iterator, 0
 
-    return takewhile(is_batch, (attempt(make, (number,)) for number in count(first)))
+    def __getitem__(self, _row: object) -> Any:
+        sample = next(self._iterator)
+        self._count()
+        return sample
+
+    def __getitems__(self, _rows: object) -> list[Any]:
+        size = self._loader.batch_size
+        samples = [*islice(self._iterator, size)]
+        if len(samples) < size:
+            self._iterator = iter(())
+            if self._loader.drop_last or not samples:
+                raise StopIteration
+        self._count()
+        return samples
+
+    def _count(self) -> None:
+        """Count a batch; warn as torch where the dataset is longer than its length."""
+        self._batches += 1
+        length = self._loader._IterableDataset_len_called
+        if length is not None and self._batches > length:
+            name, ending = self._loader.dataset, "(when accessing len(dataloader)), but "
+            msg = f"Length of IterableDataset {name} was reported to be {length}{ending}"
+            warnings.warn(f"{msg}{self._batches} samples have been fetched.", stacklevel=2)

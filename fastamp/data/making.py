@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import count, islice, takewhile
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -17,7 +17,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fastamp.data.arrays import Columns
 from fastamp.data.collate import BatchCollator
 from fastamp.data.copies import CudaCopies, copy_all
-from fastamp.data.items import Items, Made, WorkerItems, WorkerJobs, as_list, change, hand_on, read
+from fastamp.data.items import (
+    Items,
+    Made,
+    StreamItems,
+    WorkerItems,
+    WorkerJobs,
+    as_list,
+    change,
+    hand_on,
+    is_batch,
+)
 from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers, seeded
 from fastamp.data.passes import LoaderPass, LoaderStats
@@ -235,20 +245,21 @@ class Making:
     def _read_stream(self) -> Iterator[Made]:
         """Read an iterable dataset from its state on, or again up to the position."""
         position, dataset = self.position, self.loader.dataset
-        self.generator = torch.Generator()
         self._draw_base(position.sample_seed is not None)
         order = Order(find_pass_key(position.sample_seed or 0, position.epoch))
         if position.dataset_state is not None:
             dataset.load_state_dict(position.dataset_state)
         with Batch(order, 0):
-            begun = iter(self._torchs())
-        if position.dataset_state is not None and begun._dataset_fetcher.dataset_iter is dataset:
+            iterator = iter(dataset)
+        if position.dataset_state is not None and iterator is dataset:
             dataset.load_state_dict(position.dataset_state)  # its `__iter__` may have begun anew
-        if has_state(dataset) or not position.batch:
-            return read(begun, order, position.batch)
-        batches = read(begun, order, 0)
-        with generators_kept():
-            deque(islice(batches, position.batch), maxlen=0)
+        is_read_again = position.batch > 0 and not has_state(dataset)
+        jobs = ((None, order, number) for number in count(0 if is_read_again else position.batch))
+        items = self._items(StreamItems(self.loader, iterator))
+        batches = takewhile(is_batch, here(items.make, jobs))
+        if is_read_again:
+            with generators_kept():
+                deque(islice(batches, position.batch), maxlen=0)
         return batches
 
 
