@@ -162,6 +162,7 @@ class StreamItems:
 
     def __init__(self, loader: Any, iterator: Iterator[Any]) -> None:
         self._loader, self._iterator, self._batches = loader, iterator, 0
+        self._length = loader._IterableDataset_len_called
 
     def __getitem__(self, _row: object) -> Any:
         sample = next(self._iterator)
@@ -181,8 +182,7 @@ class StreamItems:
     def _count(self) -> None:
         """Count a batch; warn as torch where the dataset is longer than its length."""
         self._batches += 1
-        length = self._loader._IterableDataset_len_called
-        if length is not None and self._batches > length:
+        if self._length is not None and self._batches > self._length:
             name, ending = self._loader.dataset, "(when accessing len(dataloader)), but "
-            msg = f"Length of IterableDataset {name} was reported to be {length}{ending}"
-            warnings.warn(f"{msg}{self._batches} samples have been fetched.", stacklevel=2)
+            msg = f"Length of IterableDataset {name} was reported to be {self._length}{ending}"
+            warnings.warn(f"{msg}{self._batches} samples have been fetched. ", stacklevel=2)

@@ -227,6 +227,8 @@ class Making:
             inner = self._torchs(**changed)
         elif jobs is not None:
             inner.sampler.jobs = jobs
+        else:
+            inner._IterableDataset_len_called = loader._IterableDataset_len_called
         if loader.persistent_workers and not is_replaced():
             own.inner = inner
         return iter(inner) if "dataset" in changed else map(Made, iter(inner))
