@@ -152,11 +152,6 @@ class WorkerItems(Dataset[Any]):
             self._worker_init_fn(worker_id)
 
 
-def hand_on(batch: Any) -> Any:
-    """Return a batch that is made already."""
-    return batch
-
-
 class StreamItems:
     """What stands in an iterable dataset's place: the next samples, whatever the rows."""
 

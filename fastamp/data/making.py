@@ -25,7 +25,6 @@ from fastamp.data.items import (
     WorkerJobs,
     as_list,
     change,
-    hand_on,
     is_batch,
 )
 from fastamp.data.memory import Memory, can_pin
@@ -220,11 +219,17 @@ class Making:
             changed = {"sampler" if self.single else "batch_sampler": rows}
         elif jobs is not None:
             items = WorkerItems(self._items(loader.dataset, in_process=True), loader.worker_init_fn)
-            changed = {"sampler": WorkerJobs(jobs), "batch_sampler": None, "collate_fn": hand_on}
+            changed = {"sampler": WorkerJobs(jobs), "batch_sampler": None, "collate_fn": Made._make}
             changed |= {"dataset": items, "worker_init_fn": items.init_worker}
         inner, own.inner = own.inner, None
         if inner is None or is_replaced():
-            inner = self._torchs(**changed)
+            inner = TorchDataLoader.__new__(TorchDataLoader)
+            vars(inner).update(vars(loader))  # it lets nobody set some of them
+            inner._iterator, inner.pin_memory = None, own.memory.pinned  # pinned by torch's thread
+            inner.collate_fn = self._items(loader.dataset).collate_fn
+            is_torchs = self.generator is torch.default_generator
+            inner.generator = None if is_torchs else self.generator
+            vars(inner).update(changed)
         elif jobs is not None:
             inner.sampler.jobs = jobs
         else:
@@ -232,17 +237,6 @@ class Making:
         if loader.persistent_workers and not is_replaced():
             own.inner = inner
         return iter(inner) if "dataset" in changed else map(Made, iter(inner))
-
-    def _torchs(self, **changed: Any) -> Any:
-        """Return torch's loader with this one's attributes; its own thread pins the batches."""
-        made = TorchDataLoader.__new__(TorchDataLoader)
-        vars(made).update(vars(self.loader))  # it lets nobody set some of them
-        made._iterator, made.pin_memory = None, self.own.memory.pinned
-        made.collate_fn = self._items(self.loader.dataset).collate_fn
-        is_torchs = self.generator is torch.default_generator
-        made.generator = None if is_torchs else self.generator
-        vars(made).update(changed)
-        return made
 
     def _read_stream(self) -> Iterator[Made]:
         """Read an iterable dataset from its state on, or again up to the position."""
