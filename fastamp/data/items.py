@@ -4,7 +4,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -156,19 +156,20 @@ class StreamItems:
     """What stands in an iterable dataset's place: the next samples, whatever the rows."""
 
     def __init__(self, loader: Any, iterator: Iterator[Any]) -> None:
-        self._loader, self._iterator, self._batches = loader, iterator, 0
+        self._loader, self._batches = loader, 0
+        self._samples = map(next, repeat(iterator))  # islice would call the iterator's `__iter__`
         self._length = loader._IterableDataset_len_called
 
     def __getitem__(self, _row: object) -> Any:
-        sample = next(self._iterator)
+        sample = next(self._samples)
         self._count()
         return sample
 
     def __getitems__(self, _rows: object) -> list[Any]:
         size = self._loader.batch_size
-        samples = [*islice(self._iterator, size)]
+        samples = [*islice(self._samples, size)]
         if len(samples) < size:
-            self._iterator = iter(())
+            self._samples = map(next, ())
             if self._loader.drop_last or not samples:
                 raise StopIteration
         self._count()

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from support.loading import Rows, Squares, assert_same, generator, make_array
-from support.streams import Stream
 from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -36,6 +36,7 @@ X = make_array(torch.float32, N, 5)
 Y = torch.arange(N)
 NESTED = {"x": X, "y": (Y, {"z": make_array("u1", N, 2)}), "s": X[:, 0]}
 THIRDS = range(0, N, 3)
+WORKERS = {"num_workers": 2, "batch_size": 40, "shuffle": True}
 
 
 def nested_row(i):
@@ -175,10 +176,7 @@ OPTIONS = {
     "a sampler of arrays": lambda: {"sampler": np.arange(50), "batch_size": 4},
     "a sampler of tensors": lambda: {"sampler": [*torch.arange(50)], "batch_size": 4},
     "replacement": lambda: replacing(100),
-    "num_samples = 2 n": lambda: {
-        "batch_size": 64,
-        "sampler": RandomSampler(Y, num_samples=2 * N, generator=generator(2)),
-    },
+    "num_samples = 2 n": lambda: {"batch_size": 64, "sampler": RandomSampler(Y, num_samples=2 * N)},
     "weights": lambda: {"batch_size": 7, "sampler": WeightedRandomSampler(Y + 1.0, 200)},
     "SubsetRandomSampler": lambda: {"batch_size": 7, "sampler": SubsetRandomSampler(THIRDS)},
     "DistributedSampler": lambda: {"batch_size": 7, "sampler": DistributedSampler(Y, 2, 1)},
@@ -189,16 +187,8 @@ OPTIONS = {
     },
     "no batches": lambda: {"batch_size": None, "shuffle": True},
     "no batches, workers": lambda: {"batch_size": None, "sampler": [9, 29, 49], "num_workers": 2},
-    "workers": lambda: {"num_workers": 2, "batch_size": 40, "shuffle": True},
-    "persistent_workers": lambda: {
-        "num_workers": 2,
-        "batch_size": 40,
-        "persistent_workers": True,
-        "prefetch_factor": 3,
-        "shuffle": True,
-        "generator": generator(1),
-        "timeout": 60,
-    },
+    "workers": lambda: WORKERS | {"prefetch_factor": 3, "timeout": 60},
+    "persistent_workers": lambda: WORKERS | {"persistent_workers": True, "generator": generator(1)},
     "worker_init_fn": lambda: {"num_workers": 1, "worker_init_fn": worker_init, "batch_size": 99},
     "in_order": lambda: {"num_workers": 1, "in_order": False, "batch_size": 99},
     "spawn": lambda: {"num_workers": 1, "multiprocessing_context": "fork", "batch_size": 99},
@@ -217,12 +207,21 @@ def test_batches_under_every_option_are_torchs(name, kind, backend):
     assert_as_torch((name, kind), dataset, OPTIONS[name])
 
 
-class LongStream(Stream):
+class LongStream(IterableDataset):
+    """An iterator that `iter` begins anew. torch warns of each batch beyond its length."""
+
+    def __iter__(self):
+        self.items = iter(range(20))
+        return self
+
+    def __next__(self):
+        return next(self.items)
+
     def __len__(self):
-        return 13  # of 20: torch warns of each batch beyond it
+        return 13
 
 
-STREAM = LongStream(range(20))
+STREAM = LongStream()
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"persistent_workers": True}])
