@@ -73,7 +73,7 @@ def in_threads(
         under_way = deque(map(submit, islice(jobs, ahead)))
         while under_way:
             under_way.extend(map(submit, islice(jobs, 1)))
-            yield attempt(under_way.popleft().result, ())
+            yield _wait(under_way.popleft())
     finally:
         if not is_finalizing():  # else the threads have ended
             for pool in pools:
@@ -81,6 +81,11 @@ def in_threads(
             for pool in pools:
                 with contextlib.suppress(RuntimeError):  # collected as garbage in this very thread
                     pool.shutdown()
+
+
+def _wait(future: Future[Made]) -> Made:
+    error = future.exception()  # `result` would raise it, and its traceback keep the threads alive
+    return future.result() if error is None else Made(error=error)
 
 
 def become_worker(info: SimpleNamespace, worker_init_fn: Callable[[int], None] | None) -> None:
