@@ -176,7 +176,8 @@ class Making:
         own, position, seed = self.own, self.position, self.plan.seed
         if own.base_seed is None or not self.loader.persistent_workers:
             source = seeded(position.sample_seed or 0) if apart else self.source
-            is_resumed, before = position.sample_seed is not None, torch.empty(0)
+            is_resumed = position.sample_seed is not None
+            before: Any = None
             if is_resumed or self.generator is not None:
                 before = source.get_state()
             if self.generator is not None:

@@ -91,7 +91,7 @@ class SampleRng:
 class Batch:
     """Lets `sample_rng` return the generators of the sample that is being made.
 
-    That is number `number + len(samples)`, `samples` being the list that it will be added to.
+    Its number is `number + len(samples)`, where `samples` is the list that it will be added to.
     """
 
     __slots__ = ("_before", "_found", "_of", "number", "order", "samples")

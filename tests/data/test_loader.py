@@ -224,9 +224,9 @@ class LongStream(IterableDataset):
 STREAM = LongStream()
 
 
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"persistent_workers": True}])
-def test_an_iterable_dataset_is_read_as_torch_reads_it(workers, backend):
-    workers = {"num_workers": len(workers) * 2, **workers}
+@pytest.mark.parametrize(("count", "persistent"), [(0, False), (2, False), (2, True)])
+def test_an_iterable_dataset_is_read_as_torch_reads_it(count, persistent, backend):
+    workers = {"num_workers": count, "persistent_workers": persistent}
     for options in ({"batch_size": 1}, {"batch_size": None}, {"batch_size": 7, "drop_last": True}):
         assert_as_torch(str((options, workers)), STREAM, lambda o=options: o | workers)
 
