@@ -57,6 +57,9 @@ def test_a_loss_in_less_memory_is_held_to_the_spread_of_seeds(
     _, _, judged = capsys.readouterr().out.partition("job gpt, 20 steps\n")
     table, _, _ = judged.partition("two seeds")
     assert read_table(table) == [*lean_quality.ARMS]
+    lean_quality.main(["--seeds", "2", "--steps", "20", "--arms", "lean"])
+    table, _, _ = capsys.readouterr().out.partition("job gpt, 20 steps\n")[2].partition("two seeds")
+    assert read_table(table) == ["float32", "lean"]
     worse = 2.2
     for lean, nothing, is_fine in (
         (2.04, worse, True),
