@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -114,10 +113,11 @@ class BatchCollator:
         if is_list and len({*map(len, samples)}) > 1:
             msg = f"{place}: each element in list of batch should be of equal size "
             raise RuntimeError(msg + "(BatchCollator takes `pad` for lists of numbers)")
-        get = operator.getitem if isinstance(first, Mapping) else getattr
-        columns: Any = ([get(sample, name) for sample in samples] for name in names)
+        columns: Any = ([sample[name] for sample in samples] for name in names)
         if isinstance(first, Sequence):
             columns = zip(*samples, strict=False)
+        elif not isinstance(first, Mapping):
+            columns = ([getattr(sample, name) for sample in samples] for name in names)
         batch = {
             name: self._collate(column, f"{place}[{name!r}]", pad.get(name))
             for name, column in zip(names, columns, strict=False)
