@@ -39,7 +39,7 @@ class DataLoader(TorchDataLoader[T_co]):
             dataclasses, and of objects with a method `to`. For CUDA a thread gathers the next batch
             and begins its copy; other batches are copied when they are asked for. Tensors that are
             on the device already are gathered there.
-        seed: shuffles epoch n with the seed `seed + n`. The order is torch's.
+        seed: shuffles epoch n with the seed `seed + n`, not by `generator`. The order is torch's.
         shard: load this rank's part of the dataset: that of DistributedSampler with this `shuffle`,
             `drop_last` and `seed` (or 0). The ranks are torch.distributed's, or one where it is not
             initialized. `len(loader)` is of this rank; `sampler` and `batch_sampler` yield the
