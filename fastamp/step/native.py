@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops.formats import has_low
-from fastamp._ops.types import NO_GRADIENT, NO_STATE, Why
+from fastamp._ops.types import NO_GRADIENT, Why
 from fastamp.step import muon
 from fastamp.step.shards import Shards, shards_of
 
@@ -34,7 +34,6 @@ _PATCHES = {"_init_group", "grad_scale", "found_inf"}
 _CONVERT = "optimizer.load_state_dict(optimizer.state_dict()) converts it"
 _REMEDY = f"of another order in memory {_CONVERT}, del optimizer.state[p] lets p begin anew, "
 _REMEDY += "p.data = p.data.contiguous() closes gaps, and p.grad lies in memory as p does"
-_PATCHED = Why("torch", "hooks, patches or modes around the step")
 
 
 class Known(NamedTuple):
@@ -72,7 +71,7 @@ def prepare(optimizer: Optimizer, *, is_own: bool = False) -> tuple[Any, Known] 
         or ("step" in attributes and not _is_schedulers(attributes["step"], cls.step))
         or _ops.in_dispatch_mode()
     ):
-        return _PATCHED
+        return Why("torch", "hooks, patches or modes around the step")
     groups = optimizer.param_groups
     params = groups[0]["params"] if groups else ()
     if type(params) is not list or not params:  # parameters are in any kind of collection
@@ -169,7 +168,6 @@ def read_own(optimizer: Optimizer) -> NativeStep | Why:
 
 
 def _read(optimizer: Optimizer, backend: Any, known: Known) -> NativeStep | Why:
-    step: Any = NO_STATE
     for makes_state in (False, True):
         if makes_state and (reason := make_state(optimizer)):
             return Why("torch", reason)
@@ -200,6 +198,8 @@ def make_state(optimizer: Optimizer) -> str | None:
     if rule == OWN:
         cast(Any, optimizer).make_states(params)
         return None
+    if odd := [o for o in ("amsgrad", "dampening") if any(g.get(o) for g, _ in params)]:
+        return f"{odd[0]} is not 0"  # torch's first step makes other states then
     states, counts, as_grad = muon.STATES if rule == muon.RULE else _ops.core().rules[rule][:3]
     for group, param in params:
         names = [name for name, option in states if not option or group.get(option)]

@@ -51,8 +51,8 @@ def optimizer_step(
     """
     several = isinstance(optimizer, list | tuple)
     optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
-    if several or not hasattr(optimizer, "step"):
-        check_optimizers(optimizers, "step")
+    if several or not hasattr(optimizer, "param_groups"):
+        check_optimizers(optimizers, "param_groups")
     if max_norm is not None and not (type(max_norm) is float and max_norm >= 0):
         max_norm = as_bound("max_norm", max_norm)
     if process_group is not None:

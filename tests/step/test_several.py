@@ -1,5 +1,6 @@
 """Several optimizers that step together: one norm, one verdict, and parameters of more than one."""
 
+import functools
 import math
 
 import pytest
@@ -73,6 +74,36 @@ def test_several_optimizers_have_one_norm_and_one_verdict(
     assert scaler.get_scale() == scale / (2 if enabled else 1)
 
 
+@pytest.mark.parametrize("in_groups", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 9.0])
+@pytest.mark.parametrize(
+    ("make", "odd"),
+    [
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), {"dampening": 0.5}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {"amsgrad": True, "fused": True}),
+    ],
+    ids=["dampening", "amsgrad", "fused amsgrad"],
+)
+def test_a_first_step_that_torch_makes_begins_with_torchs_states(
+    make, odd, max_norm, in_groups, backend, device
+):
+    """Also of the parameters in front of the one that only torch can step."""
+
+    def train(step):
+        first, second = parameters_with(*[torch.ones(2, device=device)] * 2)
+        optimizers = [make([first]), make([second], **odd)]
+        if in_groups:
+            optimizers = [make([{"params": [first]}, {"params": [second], **odd}])]
+        for _ in range(3):
+            first.grad, second.grad = (torch.ones(2, device=device) * n for n in (1, 2))
+            step(optimizers)
+        return [p.detach() for p in (first, second)]
+
+    ours = train(lambda optimizers: fastamp.optimizer_step(optimizers, max_norm))
+    assert all(map(torch.equal, ours, train(lambda optimizers: [o.step() for o in optimizers])))
+
+
 def test_a_list_of_optimizers_is_checked():
     parameters, optimizers, scaler = two_optimizers("own", "own", "cpu")
     with pytest.raises(ValueError, match="optimizer: expected at least one"):
@@ -98,6 +129,9 @@ def test_what_is_no_optimizer_is_refused_by_name(enabled):
             name = type(bad).__name__
             with pytest.raises(TypeError, match=f"^optimizer: expected an optimizer, got a {name}"):
                 call(bad)
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(parameters_with(torch.ones(1))), 1)
+    with pytest.raises(TypeError, match=r"^optimizer: expected an optimizer, got a StepLR"):
+        fastamp.optimizer_step(schedule)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
