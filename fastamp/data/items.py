@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset
 from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from fastamp.data.position import Position
 from fastamp.data.sample_rng import Batch, Order
 
 Collate = Callable[[Any], Any]
@@ -155,8 +156,8 @@ class WorkerItems(Dataset[Any]):
 class StreamItems:
     """What stands in an iterable dataset's place: the next samples, whatever the rows."""
 
-    def __init__(self, loader: Any, iterator: Iterator[Any]) -> None:
-        self._loader, self._batches = loader, 0
+    def __init__(self, loader: Any, iterator: Iterator[Any], position: Position) -> None:
+        self._loader, self._position, self._batches = loader, position, 0
         self._samples = map(next, repeat(iterator))  # islice would call the iterator's `__iter__`
         self._length = loader._IterableDataset_len_called
 
@@ -169,7 +170,7 @@ class StreamItems:
         size = self._loader.batch_size
         samples = [*islice(self._samples, size)]
         if len(samples) < size:
-            self._samples = map(next, ())
+            self._samples, self._position.is_read_out = map(next, ()), True
             if self._loader.drop_last or not samples:
                 raise StopIteration
         self._count()

@@ -324,7 +324,7 @@ def identity_of(loader: DataLoader[Any]) -> dict[str, Any]:
     source = "torch's default generator" if find_source(loader) is None else "a generator"
     has_length = not is_stream and hasattr(loader.dataset, "__len__")
     return {
-        "version": 4,
+        "version": 5,
         "sampler": type(getattr(batches, "sampler", batches)).__name__,
         "is_sharded": own.share is not None,
         "batch_size": None if own.share is not None else getattr(batches, "batch_size", None),

@@ -226,6 +226,7 @@ class Making:
         if inner is None or is_replaced():
             inner = TorchDataLoader.__new__(TorchDataLoader)
             vars(inner).update(vars(loader))  # it lets nobody set some of them
+            del vars(inner)["_fastamp"]  # a circle: workers would live until it is collected
             inner._iterator, inner.pin_memory = None, own.memory.pinned  # pinned by torch's thread
             inner.collate_fn = self._items(loader.dataset).collate_fn
             is_torchs = self.generator is torch.default_generator
@@ -246,13 +247,14 @@ class Making:
         order = Order(find_pass_key(position.sample_seed or 0, position.epoch))
         if position.dataset_state is not None:
             dataset.load_state_dict(position.dataset_state)
+        is_over = position.is_read_out and position.dataset_state is not None
         with Batch(order, 0):
-            iterator = iter(dataset)
+            iterator: Any = iter(() if is_over else dataset)
         if position.dataset_state is not None and iterator is dataset:
             dataset.load_state_dict(position.dataset_state)  # its `__iter__` may have begun anew
         is_read_again = position.batch > 0 and not has_state(dataset)
         jobs = ((None, order, number) for number in count(0 if is_read_again else position.batch))
-        items = self._items(StreamItems(self.loader, iterator))
+        items = self._items(StreamItems(self.loader, iterator, position))
         batches = takewhile(is_batch, here(items.make, jobs))
         if is_read_again:
             with generators_kept():

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastamp.data.checks import as_integer
+
 
 @dataclass
 class Position:
@@ -26,6 +28,8 @@ class Position:
     """The epoch of the last call of `set_epoch`, which samplers were told."""
     dataset_state: Any = None
     """Of a dataset that has a state, and is read in the loop's process."""
+    is_read_out: bool = False
+    """Whether an iterable dataset had no more samples for the last of these batches."""
 
 
 _NAMES = {field.name for field in fields(Position)}
@@ -50,7 +54,8 @@ def decode(state: Any, identity: dict[str, Any]) -> Position:
         identity: what the loaders that saved and load it must have in common, by its name.
 
     Raises:
-        ValueError: the state is of another version, or of another loader, or lacks a key.
+        ValueError: the state is of another version, or of another loader, or lacks a key, or a
+            number in it is none.
     """
     if not isinstance(state, dict) or not state.keys() >= _NAMES:
         msg = f"state: expected what DataLoader.state_dict returns, got {state!r:.200}"
@@ -61,6 +66,9 @@ def decode(state: Any, identity: dict[str, Any]) -> Position:
             msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
             raise ValueError(msg)
     values = {name: state[name] for name in _NAMES}
+    for name in _NAMES - {"generator", "dataset_state", "is_read_out"}:
+        is_optional = getattr(Position, name) is None
+        as_integer(f"state: its {name}", values[name], least=0, optional=is_optional)
     if state["generator"] is not None:
         values["generator"] = torch.tensor(state["generator"], dtype=torch.uint8, device="cpu")
     return Position(**values)

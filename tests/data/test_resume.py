@@ -62,8 +62,7 @@ def test_the_end_of_an_epoch_is_a_state(variant, backend):
     loader = make_loader(variant)
     loader.set_epoch(0)
     iterator = iter(loader)
-    for _ in range(per_epoch):
-        next(iterator)
+    assert len([*islice(iterator, per_epoch)]) == per_epoch
     last = loader.state_dict()
     assert (last["epoch"], last["batch"]) == (0, per_epoch)
     assert list(iterator) == []
@@ -150,8 +149,7 @@ def test_set_epoch_of_the_loaded_epoch_keeps_the_position(backend):
     loader = fastamp.DataLoader(X, 4, shuffle=True, seed=1)
     loader.set_epoch(1)
     iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
+    assert len([*islice(iterator, 3)]) == 3
     state, rest = loader.state_dict(), list(iterator)
     resumed = fastamp.DataLoader(X, 4, shuffle=True, seed=1)
     resumed.load_state_dict(state)
@@ -177,9 +175,6 @@ def test_a_pass_that_has_begun_without_a_batch_draws_no_seed_again(dataset, back
 
 
 def test_a_state_after_an_epoch_of_fixed_steps_begins_the_next_one():
-    def take(loader, count):
-        return [batch for batch, _ in zip(loader, range(count), strict=False)]
-
     loader = fastamp.DataLoader(X, 4, shuffle=True, seed=1)
     for _ in loader:
         inside = loader.state_dict()
@@ -188,7 +183,7 @@ def test_a_state_after_an_epoch_of_fixed_steps_begins_the_next_one():
     assert (inside["epoch"], inside["batch"], state["epoch"], state["batch"]) == (0, 1, 1, 0)
     resumed = fastamp.DataLoader(X, 4, shuffle=True, seed=1)
     resumed.load_state_dict(state)
-    assert_same(take(resumed, 3), take(loader, 3))
+    assert_same([*islice(resumed, 3)], [*islice(loader, 3)])
     resumed.load_state_dict(inside)
     assert len([*resumed]) == 9
 
@@ -247,16 +242,18 @@ class Keeps(IterableDataset):
         torch.set_rng_state(state["rng"])
 
 
-def test_a_stream_that_restores_generators_in_its_own_state_draws_on():
-    loader = fastamp.DataLoader(Keeps(), 2)
+@pytest.mark.parametrize(("size", "count"), [(2, 1), (2, 3), (4, 2), (5, 1)])
+def test_a_stream_that_restores_generators_in_its_own_state_draws_on(size, count):
+    """Also after the last batch, for which a shorter one has read the stream to its end."""
+    loader = fastamp.DataLoader(Keeps(), size)
     batches = iter(loader)
-    next(batches)
+    assert len([*islice(batches, count)]) == count
     state = loader.state_dict()
-    expected = [*batches]
+    expected = [*batches, *loader]
     torch.manual_seed(99)
-    resumed = fastamp.DataLoader(Keeps(), 2)
+    resumed = fastamp.DataLoader(Keeps(), size)
     resumed.load_state_dict(state)
-    assert_same([*resumed], expected)
+    assert_same([*resumed, *resumed], expected)
 
 
 def test_foreign_states_are_refused_and_change_nothing(backend):
@@ -276,16 +273,15 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
     own = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
     with pytest.raises(ValueError, match="its source of randomness is 'a generator'"):
         fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(own.state_dict())
-    batches = BatchSampler(RandomSampler(X), 5, drop_last=False)
+    other = fastamp.DataLoader(X, batch_sampler=BatchSampler(RandomSampler(X), 5, drop_last=False))
     with pytest.raises(ValueError, match="its batch_size is 5, the loader's 4"):
-        fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(
-            fastamp.DataLoader(X, batch_sampler=batches).state_dict()
-        )
-    for state in ({}, {"version": 4}, {"epoch": 1, "batch": 2}):
+        fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(other.state_dict())
+    for state in ({}, {"version": 5}, {"epoch": 1, "batch": 2}):
         with pytest.raises(ValueError, match=r"expected what DataLoader\.state_dict returns"):
             loader.load_state_dict(state)
-    with pytest.raises(ValueError, match="its version is 99, the loader's 4"):
-        loader.load_state_dict({**expected, "version": 99})
+    for name, value in (("version", 99), ("epoch", -1), ("batch", None), ("sample_seed", "7")):
+        with pytest.raises(ValueError, match=f"^state: its {name}.* {value!r}"):
+            loader.load_state_dict({**expected, name: value})
     assert_same(loader.state_dict(), expected)
 
 
@@ -299,11 +295,7 @@ def test_batches_that_come_in_any_order_and_pipes_have_no_state():
 
 
 class StatefulSampler(RandomSampler):
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
+    state_dict = load_state_dict = dict
 
 
 def test_a_sampler_with_a_state_of_its_own_is_refused_by_its_name():
